@@ -43,7 +43,7 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy $(PACKAGES)
-	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	$(PY) $(VENV)/bin/lint-imports
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
