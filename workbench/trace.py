@@ -1,0 +1,199 @@
+"""The trace folder on disk: durable writing of one part a prompt, and a strict reader in bounded memory.
+
+Every file is treated as hostile: sizes, row counts and schemas are checked on the metadata before any data is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from workbench.errors import InputError
+from workbench.schema import SCHEMA_VERSION, check_schema, check_table
+
+FORMAT = "speculation-trace"
+RUN_FILE = "run.json"
+MAX_RUN_BYTES = 64 << 20
+MAX_PARTS = 1_000_000
+MAX_PART_ROWS = 5_000_000
+MAX_PART_VALUES = 100_000_000  # of one column of one part, list elements counted
+MAX_PART_BYTES = 1 << 30  # of one part, uncompressed
+MAX_LOAD_BYTES = 8 << 30  # of one table, all parts together, uncompressed
+_PART_NAME = re.compile(r"(steps|episodes)-(\d{6,9})\.parquet")
+_THRIFT_LIMITS = {"thrift_string_size_limit": 16 << 20, "thrift_container_size_limit": 1_000_000}
+
+
+def part_path(folder: Path, table: str, prompt: int) -> Path:
+    """Where the part of `table` for one prompt stands."""
+    return folder / f"{table}-{prompt:06d}.parquet"
+
+
+def write_durably(path: Path, payload: bytes) -> None:
+    """Write a file whole or not at all: temporary name, flushed to disk, renamed. OSError on a fault."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a rename durable; a system that cannot open folders skips it."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_run(folder: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json durably."""
+    text = json.dumps(run, indent=1, ensure_ascii=False, allow_nan=False)
+    write_durably(folder / RUN_FILE, text.encode())
+
+
+def write_prompt(folder: Path, prompt: int, steps: pa.Table, episodes: pa.Table, problems: Sequence[str]) -> None:
+    """Write one finished prompt durably: its steps part, then the episodes part, whose being there makes it whole."""
+    metadata = {**(episodes.schema.metadata or {}), b"problems": json.dumps(list(problems)).encode()}
+    for table, data in (("steps", steps), ("episodes", episodes.replace_schema_metadata(metadata))):
+        sink = pa.BufferOutputStream()
+        pq.write_table(data, sink, compression="zstd")
+        write_durably(part_path(folder, table, prompt), sink.getvalue().to_pybytes())
+
+
+def finished_prompts(folder: Path) -> list[int]:
+    """Prompts whose episodes part is there, in order."""
+    names = sorted(path.name for path in folder.iterdir())
+    if len(names) > MAX_PARTS:
+        raise InputError(f"{folder}: holds more than {MAX_PARTS} files; this is no trace.")
+    matches = (_PART_NAME.fullmatch(name) for name in names)
+    return sorted(int(m[2]) for m in matches if m and m[1] == "episodes")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An opened trace folder: its run.json and the prompts that are whole."""
+
+    folder: Path
+    run: dict[str, Any]
+    prompts: list[int]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the recording ran to its end."""
+        return self.run.get("status") == "finished"
+
+    def parts(self, table: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """One checked table a prompt, in order."""
+        for prompt in self.prompts:
+            yield read_part(part_path(self.folder, table, prompt), table, columns)
+
+    def load(self, table: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """All parts of `table` as one. Refuses what would not fit `MAX_LOAD_BYTES`."""
+        loaded, n_bytes = [], 0
+        for part in self.parts(table, columns):
+            n_bytes += part.nbytes
+            if n_bytes > MAX_LOAD_BYTES:
+                raise InputError(f"{self.folder}: the {table} table is larger than {MAX_LOAD_BYTES >> 30} GiB.")
+            loaded.append(part.replace_schema_metadata(None))
+        if not loaded:
+            raise InputError(f"{self.folder}: holds no finished prompt yet.")
+        return pa.concat_tables(loaded)
+
+    def problems(self) -> list[str]:
+        """The sentences recorded about prompts that could not be run whole."""
+        found = []
+        for prompt in self.prompts:
+            path = part_path(self.folder, "episodes", prompt)
+            found += _problems_of(_opened(path, "episodes").schema_arrow.metadata or {}, path)
+        return found
+
+
+def _problems_of(metadata: Mapping[bytes, bytes], path: Path) -> list[str]:
+    try:
+        listed = json.loads(metadata.get(b"problems", b"[]"))
+    except ValueError:
+        listed = None
+    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+        raise InputError(f"{path}: its list of problems is damaged.")
+    return listed
+
+
+def open_trace(folder: Path | str) -> Trace:
+    """Open a trace folder. A missing, foreign, damaged or other-version one is an `InputError`."""
+    folder = Path(folder)
+    return Trace(folder, read_run(folder), finished_prompts(folder))
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json of a trace folder, checked for format and version."""
+    path = folder / RUN_FILE
+    if not path.is_file():
+        raise InputError(f"{folder}: no trace here (no {RUN_FILE}).")
+    if path.stat().st_size > MAX_RUN_BYTES:
+        raise InputError(f"{path}: larger than {MAX_RUN_BYTES >> 20} MiB; this is no trace.")
+    try:
+        run = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not readable as JSON.") from error
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        raise InputError(f"{path}: not the run file of a trace.")
+    if run.get("schema_version") != SCHEMA_VERSION:
+        found = str(run.get("schema_version"))[:20]
+        raise InputError(f"{path}: schema version {found}, but this workbench reads version {SCHEMA_VERSION}.")
+    return run
+
+
+def read_part(path: Path, table: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read one part, strictly: schema, sizes and nulls are checked, sizes before any data is read."""
+    file = _opened(path, table)
+    _check_sizes(file.metadata, path)
+    try:
+        data = file.read(columns=None if columns is None else list(columns))
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: damaged or cut short.") from error
+    if columns is None:
+        check_table(data, table, str(path))
+    return data
+
+
+def _opened(path: Path, table: str) -> pq.ParquetFile:
+    if not path.is_file():
+        raise InputError(f"{path}: missing.")
+    if path.stat().st_size > MAX_PART_BYTES:
+        raise InputError(f"{path}: larger than {MAX_PART_BYTES >> 20} MiB.")
+    try:
+        file = pq.ParquetFile(path, **_THRIFT_LIMITS)
+        schema = file.schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a whole parquet file.") from error
+    check_schema(schema, table, str(path))
+    return file
+
+
+def _check_sizes(metadata: pq.FileMetaData, path: Path) -> None:
+    """Refuse absurd row, value and byte counts, read from the footer alone."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    if not 0 <= metadata.num_rows <= MAX_PART_ROWS or sum(group.num_rows for group in groups) != metadata.num_rows:
+        raise InputError(f"{path}: says it holds {metadata.num_rows} rows, which cannot be.")
+    n_bytes = 0
+    for group in groups:
+        for i in range(group.num_columns):
+            column = group.column(i)
+            n_bytes += column.total_uncompressed_size
+            if not 0 <= column.num_values <= MAX_PART_VALUES:
+                raise InputError(f"{path}: column {column.path_in_schema!r} says it holds {column.num_values} values.")
+    if n_bytes > MAX_PART_BYTES:
+        raise InputError(f"{path}: would unpack to more than {MAX_PART_BYTES >> 20} MiB.")
