@@ -1,0 +1,140 @@
+"""ParallelSpec (arXiv:2410.05589): K tokens in one pass, by one real row and K - 1 learned mask rows.
+
+One forward a step. The queued pairs run as real rows (`fc` of the features at index i, embedding of the token at
+i + 1, RoPE i, plain causal) and leave one K/V row each in the cache. Behind the last pair i stand its mask rows
+(`mask_stream`, `mask_embed`, RoPE i + j, j = 1..K-1): mask row j sees every real row up to i and mask rows 1..j. In
+this order the whole visibility rule is the causal one. Mask rows are never kept: the next pairs overwrite them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workbench.drafters.base import DraftState, Forward, best_candidates
+from workbench.drafters.checkpoint import Checkpoint, hash_weights, load_net
+from workbench.drafters.nets import NetConfig, ParallelSpecNet, causal_attend, repeat_kv
+from workbench.errors import InputError
+from workbench.tree import Expansion, Starts
+
+
+class TargetEmbedding(Protocol):
+    """What ParallelSpec needs of a target."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    embed_weight: Tensor  # [V, H]
+
+
+@dataclass
+class ParallelSpecState(DraftState):
+    """One K/V row per committed pair in [0, n_pairs), and the pairs that have not run yet."""
+
+    k: Tensor = field(default_factory=lambda: torch.empty(0))  # [1, h_kv, capacity + K - 1, d]; the tail is scratch
+    v: Tensor = field(default_factory=lambda: torch.empty(0))
+    n_pairs: int = 0  # pairs whose rows are in the cache
+    features: list[Tensor] = field(default_factory=list)  # queued [n, 3H]
+    tokens: list[int] = field(default_factory=list)  # queued
+    hidden: Tensor | None = None  # [K, H] of the last pair's group, before the final norm
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the rows' keys and values behind the cached ones; every row sees itself and all before it."""
+        first, n_rows = self.n_pairs, k.shape[-2]
+        self.k[:, :, first : first + n_rows], self.v[:, :, first : first + n_rows] = k, v
+        if first == 0:
+            return causal_attend(q, k, v)
+        n_keys = first + n_rows
+        keys, values = (repeat_kv(x[:, :, :n_keys], q.shape[1]) for x in (self.k, self.v))
+        mask = torch.ones(n_rows, n_keys, dtype=torch.bool, device=q.device).tril(first)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+class ParallelSpecDrafter:
+    """K candidates' slots from one forward: slot 0 is the last real row's prediction, slot j that of mask row j."""
+
+    kind = "parallelspec"
+    n_levels = 1
+    has_tiers = False
+
+    def __init__(
+        self,
+        net: ParallelSpecNet,
+        embed_weight: Tensor,  # [V, H] of the target
+        target_ids: Tensor | None = None,  # [V_d] target id of each draft id; None: the same ids
+        name: str = "parallelspec",
+        weights_hash: str = "none",
+    ) -> None:
+        self.net, self.embed_weight = net.eval().requires_grad_(False), embed_weight
+        self.target_ids, self.name, self.weights_hash = target_ids, name, weights_hash
+        self.n_slots = net.config.n_slots
+        self.max_width = net.config.draft_vocab_size
+
+    def open(self, prompt_ids: list[int], capacity: int) -> ParallelSpecState:
+        """An empty cache for `capacity` committed pairs."""
+        config, weight = self.net.config, self.net.fc.weight
+        shape = (1, config.n_kv_heads, capacity + config.n_slots - 1, config.head_dim)
+        k, v = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        return ParallelSpecState(k=k, v=v)
+
+    def observe(self, state: DraftState, features: Tensor, final: Tensor, tokens: list[int]) -> None:
+        """Queue the pairs; their rows run with the next draft."""
+        assert isinstance(state, ParallelSpecState)
+        state.features.append(features)
+        state.tokens.extend(tokens)
+
+    @torch.inference_mode()
+    def expand(self, state: DraftState, level: int, starts: Starts, width: int) -> Expansion:
+        """Level 0: candidates [1, 1, K, width] at the last committed pair."""
+        assert isinstance(state, ParallelSpecState)
+        if level != 0:
+            raise InputError(f"{self.name} drafts one level only, but the plan asks for level {level}")
+        if state.tokens:
+            self._run(state)
+        if state.hidden is None:
+            raise ValueError("no pair was observed yet, so there is nothing to draft from")
+        logits = self.net.lm_head(self.net.norm(state.hidden))  # [K, V_d]
+        token, logp = best_candidates(logits, width, self.target_ids)
+        tier = np.full((1, 1, self.n_slots), -1, dtype=np.int8)
+        return Expansion(token=token[None, None], logp=logp[None, None], tier=tier)
+
+    def _run(self, state: ParallelSpecState) -> None:
+        """The one forward of a step: queued pairs, then the mask rows of the last of them."""
+        net, weight, n_new = self.net, self.net.fc.weight, len(state.tokens)
+        features = torch.cat(state.features).to(weight.device, weight.dtype)  # [n, 3H]
+        ids = torch.tensor(state.tokens, device=self.embed_weight.device)
+        embed = self.embed_weight[ids].to(weight.device, weight.dtype)  # [n, H]
+        stream = torch.cat([net.fc(features), net.mask_stream])[None]  # [1, n + K - 1, H]
+        embed = torch.cat([embed, net.mask_embed])[None]
+        position = state.n_pairs + torch.arange(stream.shape[1], device=weight.device)[None]
+        hidden = net(stream, embed, position, state.attend)
+        state.hidden = hidden[0, n_new - 1 :].clone()  # the last real row and its mask rows
+        state.n_pairs += n_new
+        state.features, state.tokens = [], []
+        state.forwards.append(Forward(kind="parallelspec", n_rows=stream.shape[1], n_starts=1))
+
+
+def parallelspec_drafter(
+    checkpoint: Checkpoint, target: TargetEmbedding, name: str = "parallelspec"
+) -> ParallelSpecDrafter:
+    """The checkpoint's network on this target, in its dtype and on its device. Raises InputError if it does not fit."""
+    config, embed = cast(NetConfig, checkpoint.config), target.embed_weight
+    for what, own, theirs in (
+        ("features of width", config.feature_size, 3 * target.hidden_size),
+        ("a hidden size of", config.hidden_size, target.hidden_size),
+        ("a vocabulary of", config.vocab_size, target.vocab_size),
+    ):
+        if own != theirs:
+            raise InputError(
+                f"The ParallelSpec drafter {name} is made for {what} {own}, but {target.name} has {theirs}."
+            )
+    ids = None
+    if checkpoint.draft_ids is not None:
+        ids = torch.from_numpy(np.asarray(checkpoint.draft_ids, dtype=np.int64)).to(embed.device)
+    net = cast(ParallelSpecNet, load_net(checkpoint, embed.dtype, embed.device))
+    return ParallelSpecDrafter(net, embed, ids, name, hash_weights(checkpoint.state, checkpoint.draft_ids))
