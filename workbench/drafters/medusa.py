@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.drafters.base import DraftState, Forward, best_candidates
+from workbench.drafters.base import DraftState, Forward, offer, top_logits
 from workbench.drafters.checkpoint import MAX_LAYERS, Checkpoint, MedusaConfig, hash_weights, load_net
 from workbench.drafters.nets import MedusaNet
 from workbench.drafters.tensorfile import TensorFile, read_json
@@ -41,7 +41,7 @@ class MedusaState(DraftState):
     """What the heads look at, and what they said there."""
 
     final: Tensor | None = None  # [H], the last committed pair's; None once the heads ran
-    logits: Tensor | None = None  # [n_heads, V_d]
+    logits: Tensor | None = None  # [1, n_heads, V_d]
 
 
 class MedusaDrafter:
@@ -83,13 +83,11 @@ class MedusaDrafter:
             raise InputError(f"{self.name} drafts one level only, but the plan asks for level {level}")
         if state.final is not None:
             final = state.final.to(self.weight.device, self.weight.dtype)
-            state.logits, state.final = self.net.logits(final, self.head_weight), None
-            state.forwards.append(Forward(kind="medusa", n_rows=1, n_starts=1))
+            state.logits, state.final = self.net.logits(final[None], self.head_weight), None
+            state.forwards.append(Forward(kind="first", n_rows=1, n_starts=1))
         if state.logits is None:
             raise ValueError("no pair was observed yet, so there is nothing to draft from")
-        token, logp = best_candidates(state.logits, width, self.target_ids)
-        tier = np.full((1, 1, self.n_slots), -1, dtype=np.int8)
-        return Expansion(token=token[None, None], logp=logp[None, None], tier=tier)
+        return offer(state.logits, top_logits(state.logits, width), width, self.target_ids, None)
 
 
 def medusa_drafter(checkpoint: Checkpoint, target: TargetHead, name: str = "medusa") -> MedusaDrafter:

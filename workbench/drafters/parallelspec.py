@@ -13,12 +13,12 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.drafters.base import DraftState, Forward, best_candidates
+from workbench.drafters.base import DraftState, Forward, offer, top_logits
+from workbench.drafters.cache import RowCache, causal_tail
 from workbench.drafters.checkpoint import Checkpoint, hash_weights, load_net
-from workbench.drafters.nets import NetConfig, ParallelSpecNet, causal_attend, repeat_kv
+from workbench.drafters.nets import NetConfig, ParallelSpecNet
 from workbench.errors import InputError
 from workbench.tree import Expansion, Starts
 
@@ -34,25 +34,13 @@ class TargetEmbedding(Protocol):
 
 @dataclass
 class ParallelSpecState(DraftState):
-    """One K/V row per committed pair in [0, n_pairs), and the pairs that have not run yet."""
+    """One request: a cache row per committed pair, and the pairs that have not run yet."""
 
-    k: Tensor = field(default_factory=lambda: torch.empty(0))  # [1, h_kv, capacity + K - 1, d]; the tail is scratch
-    v: Tensor = field(default_factory=lambda: torch.empty(0))
+    cache: RowCache = field(kw_only=True)  # rows of pairs in [0, n_pairs); what lies behind is scratch
     n_pairs: int = 0  # pairs whose rows are in the cache
-    features: list[Tensor] = field(default_factory=list)  # queued [n, 3H]
+    features: list[Tensor] = field(default_factory=list)  # queued, [n, 3H] each
     tokens: list[int] = field(default_factory=list)  # queued
     hidden: Tensor | None = None  # [K, H] of the last pair's group, before the final norm
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the rows' keys and values behind the cached ones; every row sees itself and all before it."""
-        first, n_rows = self.n_pairs, k.shape[-2]
-        self.k[:, :, first : first + n_rows], self.v[:, :, first : first + n_rows] = k, v
-        if first == 0:
-            return causal_attend(q, k, v)
-        n_keys = first + n_rows
-        keys, values = (repeat_kv(x[:, :, :n_keys], q.shape[1]) for x in (self.k, self.v))
-        mask = torch.ones(n_rows, n_keys, dtype=torch.bool, device=q.device).tril(first)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
 class ParallelSpecDrafter:
@@ -77,10 +65,9 @@ class ParallelSpecDrafter:
 
     def open(self, prompt_ids: list[int], capacity: int) -> ParallelSpecState:
         """An empty cache for `capacity` committed pairs."""
-        config, weight = self.net.config, self.net.fc.weight
-        shape = (1, config.n_kv_heads, capacity + config.n_slots - 1, config.head_dim)
-        k, v = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
-        return ParallelSpecState(k=k, v=v)
+        c = self.net.config
+        n_rows = capacity + c.n_slots - 1
+        return ParallelSpecState(cache=RowCache(1, c.n_kv_heads, c.head_dim, n_rows, self.net.fc.weight))
 
     def observe(self, state: DraftState, features: Tensor, final: Tensor, tokens: list[int]) -> None:
         """Queue the pairs; their rows run with the next draft."""
@@ -98,25 +85,24 @@ class ParallelSpecDrafter:
             self._run(state)
         if state.hidden is None:
             raise ValueError("no pair was observed yet, so there is nothing to draft from")
-        logits = self.net.lm_head(self.net.norm(state.hidden))  # [K, V_d]
-        token, logp = best_candidates(logits, width, self.target_ids)
-        tier = np.full((1, 1, self.n_slots), -1, dtype=np.int8)
-        return Expansion(token=token[None, None], logp=logp[None, None], tier=tier)
+        logits = self.net.lm_head(self.net.norm(state.hidden))[None]  # [1, K, V_d]
+        return offer(logits, top_logits(logits, width), width, self.target_ids, None)
 
     def _run(self, state: ParallelSpecState) -> None:
         """The one forward of a step: queued pairs, then the mask rows of the last of them."""
-        net, weight, n_new = self.net, self.net.fc.weight, len(state.tokens)
-        features = torch.cat(state.features).to(weight.device, weight.dtype)  # [n, 3H]
+        net, like, n_new = self.net, self.net.fc.weight, len(state.tokens)
         ids = torch.tensor(state.tokens, device=self.embed_weight.device)
-        embed = self.embed_weight[ids].to(weight.device, weight.dtype)  # [n, H]
-        stream = torch.cat([net.fc(features), net.mask_stream])[None]  # [1, n + K - 1, H]
-        embed = torch.cat([embed, net.mask_embed])[None]
-        position = state.n_pairs + torch.arange(stream.shape[1], device=weight.device)[None]
-        hidden = net(stream, embed, position, state.attend)
-        state.hidden = hidden[0, n_new - 1 :].clone()  # the last real row and its mask rows
+        stream = torch.cat([net.fc(torch.cat(state.features).to(like)), net.mask_stream])  # [n + K - 1, H]
+        embed = torch.cat([self.embed_weight[ids].to(like), net.mask_embed])
+        n_rows = len(stream)
+        position = torch.arange(state.n_pairs, state.n_pairs + n_rows, device=like.device)
+        tail = causal_tail(n_rows, like.device) if state.n_pairs else None  # the first forward is causal by itself
+        (attend,) = state.cache.attends(state.n_pairs, n_rows, tail)
+        hidden = net(stream[None], embed[None], position[None], attend)[0]
+        state.hidden = hidden[n_new - 1 :].clone()  # the last real row and its mask rows
         state.n_pairs += n_new
         state.features, state.tokens = [], []
-        state.forwards.append(Forward(kind="parallelspec", n_rows=stream.shape[1], n_starts=1))
+        state.forwards.append(Forward(kind="first", n_rows=n_rows, n_starts=1))
 
 
 def parallelspec_drafter(
