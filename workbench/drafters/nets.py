@@ -227,6 +227,8 @@ def rank_features(logits: Tensor) -> Tensor:
 class SpecBlockNet(nn.Module):
     """One forward yields K dependent slots per row: fusion, decoder layers with the layer-wise shift between them."""
 
+    rank_head: nn.Module  # absent where the config says so
+
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
         self.config = config
@@ -376,9 +378,12 @@ class MedusaNet(nn.Module):
             if head_weight is None:
                 raise ValueError("heads without a linear of their own need the target's head_weight")
             return self.hidden(x) @ head_weight.T
-        return torch.stack([self.heads[i][-1](self._blocks(i, x)) for i in range(self.n_heads)], dim=-2)
+        return torch.stack([self._parts(i)[-1](self._blocks(i, x)) for i in range(self.n_heads)], dim=-2)
+
+    def _parts(self, i: int) -> list[nn.Module]:
+        return list(self.heads[i].children())
 
     def _blocks(self, i: int, x: Tensor) -> Tensor:
-        for part in list(self.heads[i])[: None if not self.has_full_heads else -1]:
+        for part in self._parts(i)[: -1 if self.has_full_heads else None]:
             x = part(x)
         return x
