@@ -117,15 +117,22 @@ def save_checkpoint(
 ) -> None:
     """Write a drafter folder: fp16 weights, the vocabulary map as `t2d` and `d2t`, and config.json with `extra` keys.
 
-    draft_ids int64 [V_d]: sorted target ids of the draft vocabulary (None for Medusa). Files are replaced one by one,
-    each whole. Raises InputError on weights that fp16 cannot hold or `extra` keys that would overwrite a size.
+    draft_ids int64 [V_d]: sorted target ids of the draft vocabulary. Medusa heads on the target's whole head have none;
+    those on a part of it need `extra` to hold "target_vocab_size", which their network does not know. Files are
+    replaced one by one, each whole. Raises InputError on weights that fp16 cannot hold or `extra` keys that would
+    overwrite a size.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: _to_half(k, v) for k, v in net.state_dict().items()}
     config = _config_dict(kind, net)
     if draft_ids is not None:
-        t2d, d2t = vocab_maps(draft_ids, config["vocab_size"])
+        if kind == "medusa":
+            config["draft_vocab_size"] = len(draft_ids)
+        n_vocab = (extra or {}).get("target_vocab_size") if kind == "medusa" else config["vocab_size"]
+        if n_vocab is None:
+            raise InputError("a Medusa drafter with a draft vocabulary needs 'target_vocab_size' beside it.")
+        t2d, d2t = vocab_maps(draft_ids, n_vocab)
         tensors |= {"t2d": t2d, "d2t": d2t}
         if kind == "specblock":
             _replace(folder / "vocab_mapping.pt", lambda p: torch.save({"t2d": t2d, "d2t": d2t}, p))
@@ -222,12 +229,25 @@ def read_published(path: str | os.PathLike[str]) -> Published:
     kind, is_speculators = _kind_of(raw, where)
     config = _medusa_config(raw, where) if kind == "medusa" else _net_config(raw, kind, is_speculators, where)
     file = _weights_file(folder)
-    state, others = _read_state(file, kind, config, is_speculators)
-    if isinstance(config, MedusaConfig):
-        return Published(Checkpoint(kind, config, state, None), None, None)
-    maps = _vocab_maps_of(folder, others, kind)
-    draft_ids = _draft_ids(maps, config, file.path)
+    sizes = _vocab_sizes(raw, config, where)
+    state, others = _read_state(file, kind, config, sizes, is_speculators)
+    draft_ids = None
+    if sizes is not None:
+        maps = _vocab_maps_of(folder, others, kind)
+        draft_ids = _draft_ids(maps, sizes, file.path)
     return Published(Checkpoint(kind, config, state, draft_ids), others.get(EMBED), _feature_layers(raw, where))
+
+
+def _vocab_sizes(raw: dict[str, Any], config: Config, where: Path) -> tuple[int, int] | None:
+    """(draft, target) vocabulary sizes; None for Medusa heads that score the target's whole vocabulary."""
+    if isinstance(config, NetConfig):
+        return config.draft_vocab_size, config.vocab_size
+    if raw.get("draft_vocab_size") is None:
+        return None
+    n_draft, n_vocab = _int(raw, "draft_vocab_size", where), _int(raw, "target_vocab_size", where)
+    if n_draft > n_vocab or config.vocab_size is not None:
+        raise InputError(f"{where}: a 'draft_vocab_size' of {n_draft} does not go with the other vocabulary sizes.")
+    return n_draft, n_vocab
 
 
 def _kind_of(raw: dict[str, Any], where: Path) -> tuple[str, bool]:
@@ -257,7 +277,7 @@ def _weights_file(folder: Path) -> TensorFile:
 
 
 def _read_state(
-    file: TensorFile, kind: str, config: Config, is_speculators: bool
+    file: TensorFile, kind: str, config: Config, sizes: tuple[int, int] | None, is_speculators: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(the network's weights, the vocabulary maps and embedding beside them), all names and shapes as expected."""
     with torch.device("meta"):
@@ -265,10 +285,10 @@ def _read_state(
     shapes = {k: tuple(v.shape) for k, v in net.state_dict().items()}
     in_file = {_file_name(k, is_speculators): k for k in shapes}
     beside: dict[str, tuple[int, ...]] = {}
-    if isinstance(config, NetConfig):
-        beside = {"t2d": (config.vocab_size,), "d2t": (config.draft_vocab_size,)}
-        if kind == "eagle3":
-            beside[EMBED] = (config.vocab_size, config.hidden_size)
+    if sizes is not None:
+        beside = {"t2d": (sizes[1],), "d2t": (sizes[0],)}
+    if kind == "eagle3" and isinstance(config, NetConfig):
+        beside[EMBED] = (config.vocab_size, config.hidden_size)
     _check_names(file, set(in_file), set(beside))
     for name, (dtype, shape) in file.specs.items():
         wanted = beside[name] if name in beside else shapes[in_file[name]]
@@ -316,9 +336,9 @@ def _vocab_maps_of(folder: Path, tensors: dict[str, Tensor], kind: str) -> dict[
     return maps
 
 
-def _draft_ids(maps: dict[str, Tensor], config: NetConfig, where: Path) -> np.ndarray:
+def _draft_ids(maps: dict[str, Tensor], sizes: tuple[int, int], where: Path) -> np.ndarray:
     """Sorted target ids [V_d] of the maps; without maps the two vocabularies must be the same."""
-    n_draft, n_vocab = config.draft_vocab_size, config.vocab_size
+    n_draft, n_vocab = sizes
     if not maps and n_draft == n_vocab:
         return np.arange(n_vocab, dtype=np.int64)
     for name in ("t2d", "d2t"):
