@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -227,8 +228,6 @@ def rank_features(logits: Tensor) -> Tensor:
 class SpecBlockNet(nn.Module):
     """One forward yields K dependent slots per row: fusion, decoder layers with the layer-wise shift between them."""
 
-    rank_head: nn.Module  # absent where the config says so
-
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
         self.config = config
@@ -268,7 +267,7 @@ class SpecBlockNet(nn.Module):
 
     def shift(self, x: Tensor, i: int) -> Tensor:
         """W [h_k ; h_{k-1}] at every slot (slot 0 takes itself), x [..., K, H]."""
-        w_self, w_previous = self.shift_proj[i].weight.chunk(2, dim=-1)
+        w_self, w_previous = cast(nn.Linear, self.shift_proj[i]).weight.chunk(2, dim=-1)
         carried = x @ w_previous.T
         return x @ w_self.T + torch.cat([carried[..., :1, :], carried[..., :-1, :]], dim=-2)
 
