@@ -123,7 +123,7 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for piece in [raw] if is_whole else _samples(raw):
-            digest.update(memoryview(piece.cpu().numpy()))
+            digest.update(piece.cpu().numpy().data)
     return digest.hexdigest()
 
 
