@@ -13,8 +13,9 @@ side share the page cache), rows concatenated over answers:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ LOOP_RUN = 32  # an answer is cut once this many tokens in a row repeat earlier 
 
 @dataclass(frozen=True)
 class Answer:
-    """Where one answer lies: shard, first row, first label row, length in tokens (after the loop cut), prompt length."""
+    """Where one answer lies in the store; `length` counts prompt and answer tokens, the answer after its loop cut."""
 
     shard: int
     row: int
@@ -51,6 +52,10 @@ class Batch:
     soft_id: Tensor  # [B, S, J] draft ids
     soft_p: Tensor  # [B, S, J] renormalised over the draft vocabulary; 0 where outside
     n_positions: int  # label positions
+
+    def to(self, device: torch.device) -> Batch:
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def loop_cut(tokens: np.ndarray) -> int:
@@ -129,7 +134,7 @@ class FeatureStore:
         soft_p /= np.maximum(soft_p.sum(-1, keepdims=True), 1e-9)
         t = torch.from_numpy
         return Batch(
-            feat=t(feat) / scale,
+            feat=t(feat) / scale,  # scale on the CPU
             final=t(final),
             tok=t(tok),
             is_label=t(is_label),

@@ -78,7 +78,7 @@ def soft_cross_entropy(
     weight [R].
     """
     if len(hidden) == 0:
-        empty = torch.zeros(0, dtype=torch.int64)
+        empty = torch.zeros(0, dtype=torch.int64, device=hidden.device)
         features = hidden.new_zeros(0, 15) if has_features else None
         return hidden.sum(), HeadReading(empty.bool(), empty, features)
     reading: list[HeadReading] = []
@@ -99,12 +99,13 @@ def rank_loss(logits: Tensor, tier: Tensor, budget_per_tier: float) -> Tensor:
     """
     if len(logits) == 0:
         return logits.sum()
-    c, t = torch.arange(N_RANK_TIERS), torch.arange(N_RANK_TIERS)[:, None]
+    c = torch.arange(N_RANK_TIERS, device=logits.device)
+    t = c[:, None]
     soft = 1.0 / (1.0 + (c - t).abs() + (t - c).clamp(min=0)).to(logits) ** 2
     soft = (soft / soft.sum(-1, keepdim=True))[tier]
     guess = logits.detach().argmax(-1)
     distance = 1.0 + (tier - guess).abs() + (tier - guess).clamp(min=0)
-    share = torch.ones(N_RANK_TIERS, dtype=logits.dtype)
+    share = logits.new_ones(N_RANK_TIERS)
     if budget_per_tier > 0:
         share = (budget_per_tier / torch.bincount(tier, minlength=N_RANK_TIERS).clamp(min=1)).clamp(max=1.0).to(logits)
     weight = share[tier]
