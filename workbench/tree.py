@@ -207,7 +207,7 @@ _CUT, _LIVE = _N_BUCKETS, _N_BUCKETS + 1
 
 @njit(cache=True, inline="always")
 def _bucket(cum: int) -> int:
-    return min(-cum >> _BUCKET_SHIFT, _N_BUCKETS - 1)
+    return min(max(-cum, 0) >> _BUCKET_SHIFT, _N_BUCKETS - 1)
 
 
 @njit(cache=True, inline="always")
@@ -397,6 +397,8 @@ def _checked(expansion: Expansion, starts: Starts, n_slots: int) -> tuple[np.nda
         raise InputError(f"the plan uses {n_slots} slots, the drafter offers {token.shape[2]}")
     if tier.size and not -1 <= int(tier.min()) <= int(tier.max()) < N_TIERS:
         raise InputError(f"a rank tier lies outside -1..{N_TIERS - 1}")
+    if int(logp[..., :1].max(initial=0)) > 0:
+        raise InputError("a log-probability lies above 0")
     return token, logp, tier
 
 
