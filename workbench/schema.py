@@ -15,6 +15,7 @@ import pyarrow as pa
 from workbench.errors import InputError
 
 SCHEMA_VERSION = 1
+PLAIN = "plain"  # the policy of decoding without a drafter
 
 _SCALARS: dict[str, pa.DataType] = {
     "bool": pa.bool_(),

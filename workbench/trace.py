@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,59 @@ def write_prompt(folder: Path, prompt: int, steps: pa.Table, episodes: pa.Table,
         sink = pa.BufferOutputStream()
         pq.write_table(data, sink, compression="zstd")
         write_durably(part_path(folder, table, prompt), sink.getvalue().to_pybytes())
+
+
+@contextmanager
+def disk_faults_told(folder: Path) -> Iterator[None]:
+    """Turn a fault of the disk (full, read-only, no rights) into an `InputError`; parts written before stay whole."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InputError(f"{folder}: cannot be written ({why}); every prompt recorded before is whole.") from error
+
+
+def refuse_if_taken(folder: Path, is_resumed: bool) -> None:
+    """`InputError` unless a run can be written there: an empty or new folder, or, to be resumed, a trace."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is not a folder.")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not is_resumed:
+        raise InputError(f"{folder}: is not empty; choose another folder, or continue the run there with --resume.")
+    read_run(folder)
+
+
+def begin_run(folder: Path, run: Mapping[str, Any], session: Mapping[str, Any]) -> dict[str, Any]:
+    """Write run.json with status `running` into a new folder, or take up the run there if it is the same one.
+
+    run: what fixes the result, compared key by key (`InputError` names the first that differs). session: what does not
+    (argv, versions, machine, moment); run.json lists one for each start. Returns what was written.
+    """
+    with disk_faults_told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        sessions = []
+        if (folder / RUN_FILE).exists():
+            known = read_run(folder)
+            sessions = known.pop("sessions", [])
+            fixed = {key: value for key, value in known.items() if key not in ("status", "problems")}
+            if key := first_difference(fixed, json.loads(json.dumps(run))):
+                raise InputError(f"{folder}: cannot be resumed, since {key} differs from the run there.")
+        begun = dict(run) | {"status": "running", "problems": [], "sessions": [*sessions, dict(session)]}
+        write_run(folder, begun)
+    return begun
+
+
+def first_difference(a: Any, b: Any, name: str = "") -> str | None:
+    """Dotted name of the first key (or list entry) in which two JSON values differ; None if they are equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        pairs = [(key, a.get(key), b.get(key)) for key in [*a, *(key for key in b if key not in a)]]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(str(i), left, right) for i, (left, right) in enumerate(zip(a, b))]
+    else:
+        return None if a == b and type(a) is type(b) else name
+    found = (first_difference(left, right, f"{name}.{key}".lstrip(".")) for key, left, right in pairs)
+    return next((difference for difference in found if difference is not None), None)
 
 
 def finished_prompts(folder: Path) -> list[int]:

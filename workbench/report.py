@@ -1,0 +1,266 @@
+"""Tables from tables: what a trace's steps and episodes say about each policy, by task. Pure; no files, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from workbench.metrics import DEFINITIONS, TierReading, accept_at_depth, loop_mask, ratio, speedup, tier_reading
+from workbench.schema import PLAIN
+from workbench.stats import Interval, bootstrap
+
+ALL_TASKS = "all"
+QUANTITIES = (
+    "n_steps", "n_committed", "n_accepted", "n_nodes", "n_forwards", "n_in_loop", "drafter_ms", "step_ms", "step_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy on one task (or on all of them)."""
+
+    policy: str
+    drafter: str
+    task: str
+    n_prompts: int
+    n_episodes: int
+    n_diverged: int
+    n_steps: int
+    n_tokens: int
+    tau: Interval
+    tau_outside_loops: Interval
+    speedup: Interval  # measured, over plain decoding in the same run
+    tokens_per_s: float
+    draft_share: float
+    draft_efficiency: float
+    loop_share: float
+    nodes_per_step: float
+    forwards_per_step: float
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Step quantities summed by prompt: `values[name]` and `outside[name]` (steps outside loops) are [P]."""
+
+    prompts: NDArray[np.int64]  # [P]
+    values: dict[str, NDArray[np.float64]]
+    outside: dict[str, NDArray[np.float64]]
+
+    def columns(self, *names: str) -> NDArray[np.float64]:
+        """The named sums side by side, [P, C]."""
+        return np.stack([self.values[name] for name in names], axis=1)
+
+    def measure(self, name: str) -> float:
+        """A ratio of sums of metrics.DEFINITIONS over all prompts."""
+        return float(ratio(self.columns(*DEFINITIONS[name].sums).sum(axis=0, keepdims=True))[0])
+
+
+def report_rows(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> list[Row]:
+    """A row per policy and task, and one per policy over all tasks, in order of first appearance.
+
+    steps, episodes: tables of one run. Intervals are bootstrapped over prompts with `seed`.
+    """
+    is_in_loop = _steps_in_loops(steps, episodes)
+    tasks = _values(episodes, "task")
+    if len(tasks) != 1:
+        tasks = [ALL_TASKS, *tasks]
+    rows = []
+    for policy in _values(episodes, "policy"):
+        for task in tasks:
+            chosen = _of(episodes, policy, task)
+            if chosen.any():
+                rows.append(_row(steps, episodes.filter(pa.array(chosen)), is_in_loop, policy, task, seed))
+    return rows
+
+
+def _row(steps: pa.Table, episodes: pa.Table, is_in_loop: NDArray[np.bool_], policy: str, task: str, seed: int) -> Row:
+    prompts = np.unique(episodes.column("prompt").to_numpy())
+    mine = _sums(steps, is_in_loop, _of(steps, policy, task), prompts)
+    plain = _sums(steps, is_in_loop, _of(steps, PLAIN, task), prompts)
+    against = np.hstack([plain.columns("step_ms", "n_committed"), mine.columns("step_ms", "n_committed")])
+    outside = np.stack([mine.outside[name] for name in DEFINITIONS["tau"].sums], axis=1)
+    return Row(
+        policy=policy,
+        drafter=episodes.column("drafter")[0].as_py(),
+        task=task,
+        n_prompts=len(prompts),
+        n_episodes=episodes.num_rows,
+        n_diverged=episodes.num_rows - episodes.column("divergence").null_count,
+        n_steps=int(mine.values["n_steps"].sum()),
+        n_tokens=int(mine.values["n_committed"].sum()),
+        tau=bootstrap(mine.columns(*DEFINITIONS["tau"].sums), ratio, seed),
+        tau_outside_loops=bootstrap(outside, ratio, seed),
+        speedup=bootstrap(against, speedup, seed),
+        **{
+            name: mine.measure(name)
+            for name in (
+                "tokens_per_s",
+                "draft_share",
+                "draft_efficiency",
+                "loop_share",
+                "nodes_per_step",
+                "forwards_per_step",
+            )  # fmt: skip
+        },
+    )
+
+
+def _values(table: pa.Table, column: str) -> list[str]:
+    """Distinct values in order of first appearance."""
+    return table.column(column).unique().to_pylist()
+
+
+def _of(table: pa.Table, policy: str, task: str) -> NDArray[np.bool_]:
+    is_it = table.column("policy").to_numpy() == policy
+    return is_it if task == ALL_TASKS else is_it & (table.column("task").to_numpy() == task)
+
+
+def _sums(
+    steps: pa.Table, is_in_loop: NDArray[np.bool_], chosen: NDArray[np.bool_], prompts: NDArray[np.int64]
+) -> Sums:
+    """Sums over the chosen steps by prompt; a prompt without steps has sums 0."""
+    quantities = _quantities(steps, is_in_loop)
+    chosen = chosen & np.isin(steps.column("prompt").to_numpy(), prompts)
+    place = np.searchsorted(prompts, steps.column("prompt").to_numpy()[chosen])
+    is_outside = ~is_in_loop[chosen]
+
+    def summed(of: NDArray[np.bool_] | slice) -> dict[str, NDArray[np.float64]]:
+        def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.bincount(place[of], values[chosen][of], len(prompts)).astype(np.float64)
+
+        return {quantity: total(values) for quantity, values in quantities.items()}
+
+    return Sums(prompts, summed(slice(None)), summed(is_outside))
+
+
+def _quantities(steps: pa.Table, is_in_loop: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
+    """QUANTITIES of every step, [R] each."""
+    found = {name: steps.column(name).to_numpy() for name in QUANTITIES if name in steps.column_names}
+    found["n_steps"] = np.ones(steps.num_rows)
+    found["n_in_loop"] = is_in_loop.astype(np.float64)
+    times = ("drafter_ms", "verification_ms", "other_ms")
+    found["step_ms"] = np.sum([steps.column(name).to_numpy() for name in times], axis=0)
+    found["step_s"] = found["step_ms"] / 1000.0
+    return found
+
+
+def _steps_in_loops(steps: pa.Table, episodes: pa.Table) -> NDArray[np.bool_]:
+    """Whether each step starts inside a loop of its own episode's text, [R]."""
+    keys = ("prompt", "turn", "policy")
+    masks = {
+        key: loop_mask(tokens)
+        for *key_, tokens in zip(*(episodes.column(k).to_pylist() for k in keys), episodes.column("tokens").to_pylist())
+        for key in [tuple(key_)]
+    }
+    rows = zip(*(steps.column(k).to_pylist() for k in keys), steps.column("position").to_pylist())
+    return np.array([masks[(prompt, turn, policy)][position] for prompt, turn, policy, position in rows], bool)
+
+
+def rank_readings(steps: pa.Table) -> dict[str, TierReading]:
+    """Reading of the rank head per policy whose drafter has one."""
+    readings = {}
+    for policy in _values(steps, "policy"):
+        chosen = steps.filter(pa.array(_of(steps, policy, ALL_TASKS)))
+        slots = [_flat(chosen, name) for name in ("slot_tier", "slot_rank", "slot_offered")]
+        if (slots[0] >= 0).any():
+            readings[policy] = tier_reading(*slots)
+    return readings
+
+
+def _flat(table: pa.Table, column: str) -> NDArray[np.int64]:
+    return table.column(column).combine_chunks().flatten().to_numpy().astype(np.int64)
+
+
+def summary(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> dict[str, Any]:
+    """The report as plain JSON values, null where nothing was measured. Others rely on the key `tau[policy][task]`."""
+    rows = report_rows(steps, episodes, seed)
+    by_policy = {policy: [row for row in rows if row.policy == policy] for policy in _values(episodes, "policy")}
+    return _jsonable(
+        {
+            "tau": {policy: {row.task: row.tau.value for row in group} for policy, group in by_policy.items()},
+            "speedup": {policy: {row.task: row.speedup.value for row in group} for policy, group in by_policy.items()},
+            "rows": [asdict(row) for row in rows],
+            "accept_at_depth": {policy: _depths(steps, policy) for policy in by_policy if policy != PLAIN},
+            "rank_head": {policy: asdict(reading) for policy, reading in rank_readings(steps).items()},
+        }
+    )
+
+
+def _depths(steps: pa.Table, policy: str) -> dict[str, Any]:
+    chosen = steps.filter(pa.array(_of(steps, policy, ALL_TASKS)))
+    columns = (chosen.column(name).to_numpy(zero_copy_only=False) for name in ("n_accepted", "has_bonus", "tree_depth"))
+    return asdict(accept_at_depth(*columns))
+
+
+def _jsonable(value: Any) -> Any:
+    """Arrays as lists, NaN as null."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _jsonable(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---------------------------------------------------------------------------------------------------- as text
+
+_HEAD = ("policy", "task", "steps", "τ", "95 %", "τ outside loops", "tokens/s", "speedup", "95 %", "drafter share", "≠")
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The table a recording ends with, one line a row."""
+    lines = [_HEAD] + [
+        (
+            row.policy,
+            row.task,
+            str(row.n_steps),
+            _number(row.tau.value, 2),
+            _range(row.tau),
+            _number(row.tau_outside_loops.value, 2),
+            _number(row.tokens_per_s, 1),
+            _number(row.speedup.value, 2),
+            _range(row.speedup),
+            "–" if math.isnan(row.draft_share) else f"{row.draft_share:.0%}",
+            str(row.n_diverged),
+        )
+        for row in rows
+    ]
+    return aligned(lines, n_left=2)
+
+
+def format_rank_reading(policy: str, reading: TierReading) -> str:
+    """The rank head's precision, recall and F1 by tier."""
+    lines: list[tuple[str, ...]] = [("rank head of " + policy, "slots", "precision", "recall", "F1")]
+    for tier, ranks in enumerate(("1", "2–4", "5–10", "beyond 10")):
+        rates = (reading.precision[tier], reading.recall[tier], reading.f1[tier])
+        slots = str(int(reading.confusion[tier].sum()))
+        lines.append((f"tier {tier} (rank {ranks})", slots, *(_number(float(rate), 2) for rate in rates)))
+    return aligned(lines, n_left=1)
+
+
+def aligned(lines: Sequence[Sequence[str]], n_left: int) -> str:
+    """Cells in columns: the first `n_left` flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(_cells(line, widths, n_left)).rstrip() for line in lines)
+
+
+def _cells(line: Sequence[str], widths: Sequence[int], n_left: int) -> Iterator[str]:
+    for i, (cell, width) in enumerate(zip(line, widths)):
+        yield cell.ljust(width) if i < n_left else cell.rjust(width)
+
+
+def _number(value: float, digits: int) -> str:
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _range(interval: Interval) -> str:
+    if math.isnan(interval.low):
+        return "–"
+    return f"{interval.low:.2f}–{interval.high:.2f}"
