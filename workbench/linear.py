@@ -7,6 +7,8 @@ without oneDNN) the product is `torch.nn.functional.linear`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ ROWS_HINT = 4  # rows oneDNN picks the layout for; that layout is the best or ne
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
+@lru_cache
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN's reordered weights work for this device and dtype (tried, not guessed)."""
     if device.type != "cpu" or dtype not in _PACKED_DTYPES or not torch.backends.mkldnn.is_available():

@@ -26,9 +26,8 @@ from workbench.errors import InputError
 EMBEDDED = "smollm2"
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HASH_WHOLE_BYTES = 2 << 30  # weights up to here are hashed whole, larger ones by samples of each tensor
 _HASH_SAMPLE_BYTES = 1 << 16
-_HASH_SAMPLES = 16
+_HASH_SAMPLES = 64
 _HASH_FILE = "weights_hash.json"
 
 # Generation options that do not change what a greedy or temperature/top-k/top-p text says (lengths, outputs, caches,
@@ -73,7 +72,7 @@ class Loaded:
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Load weights and tokenizer of `name` strictly; raises InputError for what is absent, unfit or not supported."""
     _quiet_progress()
-    source = _source(name)
+    source = find_source(name)
     config = _from_pretrained("AutoConfig", source)
     check_family(config)
     model, info = _model(source, dtype)
@@ -115,16 +114,18 @@ def stop_ids_of(*configs: Any) -> tuple[int, ...]:
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in order of name; past 2 GiB over samples of each tensor."""
-    pairs = sorted(tensors, key=lambda pair: pair[0])
-    is_whole = sum(tensor.nbytes for _, tensor in pairs) <= _HASH_WHOLE_BYTES
+    """SHA-256 over names, dtypes, shapes and bytes in the order given; past 4 MiB a tensor is sampled 64 times."""
     digest = hashlib.sha256()
-    for name, tensor in pairs:
+    for name, tensor in tensors:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for piece in [raw] if is_whole else _samples(raw):
+        for piece in _pieces(tensor.detach().contiguous().view(-1).view(torch.uint8)):
             digest.update(piece.cpu().numpy().data)
     return digest.hexdigest()
+
+
+def model_hash(model: Any) -> str:
+    """Hash of a model in memory, in the dtype it is held in (a head tied to the embedding left out)."""
+    return hash_tensors(sorted(_own_tensors(model)))
 
 
 def cache_folder() -> Path:
@@ -202,7 +203,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / _HASH_FILE).write_text(json.dumps({"weights_hash": hash_tensors(tensors.items())}) + "\n")
+    (folder / _HASH_FILE).write_text(json.dumps({"weights_hash": hash_tensors(sorted(tensors.items()))}) + "\n")
     for file in folder.iterdir():
         file.chmod(0o644)
 
@@ -213,7 +214,7 @@ def _own_tensors(model: Any) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in model.state_dict().items() if not (is_tied and name == "lm_head.weight")]
 
 
-def _source(name: str) -> str:
+def find_source(name: str) -> str:
     """A directory or hub name for `name`."""
     if name == EMBEDDED:
         return str(converted(embedded_gguf()))
@@ -253,23 +254,36 @@ def _check_tensors(name: str, info: dict[str, Any]) -> None:
 
 
 def _source_hash(source: str, model: Any) -> str:
-    """Hash of the weights as stored, whatever dtype they are loaded in; of the loaded ones where no file is found."""
-    folder = Path(source)
-    if (noted := folder / _HASH_FILE).is_file():
+    """Hash of the weights as stored, whatever dtype they are loaded in; of the loaded ones where no safetensors are."""
+    folder = _folder(source)
+    if folder is not None and (noted := folder / _HASH_FILE).is_file():
         return str(json.loads(noted.read_text())["weights_hash"])
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    return hash_tensors(_stored(files) if files else _own_tensors(model))
+    files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+    return hash_tensors(_stored(files)) if files else model_hash(model)
+
+
+def _folder(source: str) -> Path | None:
+    """The directory a source was loaded from: itself, or its snapshot in the hub's cache."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _stored(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of safetensors files in order of name, one at a time."""
     from safetensors import safe_open
 
-    for file in files:
-        with safe_open(file, framework="pt") as reader:
-            yield from ((name, reader.get_tensor(name)) for name in reader.keys())
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        for name, i in sorted((name, i) for i, reader in enumerate(readers) for name in reader.keys()):
+            yield name, readers[i].get_tensor(name)
 
 
-def _samples(raw: Tensor) -> list[Tensor]:
+def _pieces(raw: Tensor) -> list[Tensor]:
+    """The bytes of a small tensor, or evenly spaced samples of a large one, first and last bytes among them."""
     if len(raw) <= _HASH_SAMPLES * _HASH_SAMPLE_BYTES:
         return [raw]
     last = len(raw) - _HASH_SAMPLE_BYTES

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InputError
-from workbench.modelload import DTYPES, check_family, check_generation, hash_tensors, load_model, stop_ids_of
+from workbench.modelload import DTYPES, check_family, check_generation, load_model, model_hash, stop_ids_of
 from workbench.network import Cache, Network
 from workbench.sampling import Chooser, Sampling
 from workbench.tree import Tree, accept, ancestor_mask
@@ -136,7 +136,7 @@ class Target:
             model,
             tokenizer,
             name=name,
-            weights_hash=hash_tensors(model.state_dict().items()),
+            weights_hash=model_hash(model),
             feature_dtype=feature_dtype,
             feature_layers=feature_layers,
             prefill_chunk=prefill_chunk,
@@ -217,7 +217,7 @@ class Session:
         self.root = -1  # the last committed token
         self._choose: Chooser
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(self, prompt_ids: Sequence[int]) -> Prefill:
         """Run the prompt in chunks and commit position 0."""
         target, prompt = self.target, self.target.check_prompt(prompt_ids)
@@ -238,7 +238,7 @@ class Session:
         token = self._commit(self._choose(target.network.logits(final[-1:])[0], 0))
         return Prefill(token, target.rounded(features), target.rounded(final))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def verify(self, tree: Tree) -> Verdict:
         """Verify a draft tree in one forward over root + nodes; commit the accepted path and the bonus."""
         target, start = self.target, self.length
