@@ -1,4 +1,4 @@
-"""Tiny random targets in float64, where equality holds. One thread: the machine has other work, and sums stay in order."""
+"""Tiny random targets in float64, where equality holds. One thread, so that sums keep their order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 class TinyTokenizer:
-    """One token a byte, modulo the vocabulary; a chat template that is plain string formatting. No files, no network."""
+    """One token a byte, modulo the vocabulary; a chat template that is plain string formatting."""
 
     def __init__(self, vocab_size: int, has_template: bool = True):
         self.vocab_size = vocab_size
@@ -138,7 +138,7 @@ def tree_from(parent: Sequence[int], token: Sequence[int]) -> Tree:
 
 
 def random_tree(rng: np.random.Generator, n_nodes: int, vocab_size: int, text: Sequence[int] = ()) -> Tree:
-    """A random tree whose siblings differ; part of `text` (the true continuation) is likely to stand in it as a path."""
+    """A random tree whose siblings differ; part of `text` (the true continuation) likely stands in it as a path."""
     place: dict[tuple[int, int], int] = {}  # (parent, token) -> node
     tip, left = -1, list(text[: int(rng.integers(0, len(text) + 1))])
     while len(place) < n_nodes:

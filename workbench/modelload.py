@@ -28,7 +28,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HASH_SAMPLE_BYTES = 1 << 16
 _HASH_SAMPLES = 64
-_HASH_FILE = "weights_hash.json"
+_HASH_FILE = "weights_sha256.json"
 
 # Generation options that do not change what a greedy or temperature/top-k/top-p text says (lengths, outputs, caches,
 # ids, beams' own settings, and the four that `Sampling` states explicitly), or do not in the state given here.
