@@ -12,8 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +31,7 @@ from workbench.errors import InputError
 from workbench.network import Layer, Network
 from workbench.promptfile import COMPLETE_CODE, Prompt, load_prompts
 from workbench.target import Target, load_target
-from workbench.trace import first_difference, write_durably
+from workbench.trace import disk_faults_told, first_difference, write_durably
 
 FORMAT = "speculation-corpus"
 FORMAT_VERSION = 1
@@ -91,7 +90,7 @@ class CorpusConfig:
     threads: int | None = None
     """Threads of the CPU's matrix products; the library's own choice if not given."""
     chats: Path | None = None
-    """Prompt file (chats, `turns`, or text) whose turns are answered in order; the target's own prompts if not given."""
+    """Prompt file (chats, `turns` or text) whose turns are answered in order; own prompts if not given."""
     exclude: tuple[Path, ...] = ()
     """Prompt files of which no turn may enter the corpus (letter case and spacing aside)."""
     answers: int | None = None
@@ -282,10 +281,11 @@ class Row:
 
 @dataclass
 class Part:
-    """The rows of one batch and how many prompts were dropped, by reason."""
+    """The rows of one batch, how many prompts were dropped, by reason, and the hashes of those admitted."""
 
     rows: list[Row] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    admitted: set[bytes] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -333,18 +333,15 @@ class CorpusWriter:
 
     def own_part(self, index: int) -> Part:
         """A batch of the target's own prompts, answered."""
-        part, rng = Part(), self._rng(index)
-        size = self.config.batch
+        part, rng, size = Part(), self._rng(index), self.config.batch
         kinds = [self.kinds[(index * size + i) % len(self.kinds)] for i in range(size)]
         openings = [str(rng.choice(OPENINGS[kind])) for kind in kinds]
         temperatures = self._temperatures(rng, size)
         asks: list[Ask] = []
         for kind, text, temperature in zip(kinds, self.own_prompts(openings, rng), temperatures):
-            reason = "unfinished prompt" if text is None else "empty prompt" if not text else None
-            ids = [] if not text else self._admitted([{"role": "user", "content": text}], asks, part)
-            if reason:
-                part.dropped[reason] += 1
-            elif ids:
+            if not text:
+                part.dropped["unfinished prompt" if text is None else "empty prompt"] += 1
+            elif ids := self._admit([{"role": "user", "content": text}], part):
                 asks.append(Ask(kind, float(temperature), ids))
         part.rows = [row for row in self._answered(asks, rng, part) if row is not None]
         return part
@@ -373,7 +370,7 @@ class CorpusWriter:
             asked: list[int] = []
             for i, chat in enumerate(chats):
                 if turn < len(chat.turns) and len(answers[i]) == turn:
-                    if ids := self._admitted(chat.messages(answers[i]), asks, part):
+                    if ids := self._admit(chat.messages(answers[i]), part):
                         asks.append(Ask(chat.task, float(temperatures[i]), ids))
                         asked.append(i)
             for i, row in zip(asked, self._answered(asks, rng, part)):
@@ -382,25 +379,27 @@ class CorpusWriter:
                     answers[i].append(self._text(row.response_ids))
         return part
 
-    def _admitted(self, messages: list[dict[str, str]], asks: Sequence[Ask], part: Part) -> list[int]:
+    def _admit(self, messages: list[dict[str, str]], part: Part) -> list[int]:
         """Token ids of a chat that may enter; empty, with the reason counted, where it may not."""
-        reason = None
+        ids, reason = self._rendered(messages)
+        if not reason and (_digest(ids) in self.seen or _digest(ids) in part.admitted):
+            reason = "duplicate prompt"
+        if reason:
+            part.dropped[reason] += 1
+            return []
+        part.admitted.add(_digest(ids))
+        return ids
+
+    def _rendered(self, messages: list[dict[str, str]]) -> tuple[list[int], str]:
+        """(token ids, why they may not enter or "")."""
         if plain(messages[-1]["content"]) in self.excluded:
-            reason = "excluded prompt"
-        else:
-            try:
-                ids = self.target.render(messages)
-            except InputError:  # longer than the context by itself
-                ids = [0] * (self.target.max_context + 1)
-            earlier = {_digest(row.prompt_ids) for row in part.rows} | {_digest(ask.ids) for ask in asks}
-            if len(ids) + self.config.max_new_tokens > self.target.max_context:
-                reason = "too long"
-            elif _digest(ids) in self.seen | earlier:
-                reason = "duplicate prompt"
-        if reason is None:
-            return ids
-        part.dropped[reason] += 1
-        return []
+            return [], "excluded prompt"
+        try:
+            ids = self.target.render(messages)
+        except InputError:
+            return [], "prompt refused by the template or the context"
+        is_long = len(ids) + self.config.max_new_tokens > self.target.max_context
+        return ids, "prompt without room for an answer" if is_long else ""
 
     def _answered(self, asks: Sequence[Ask], rng: np.random.Generator, part: Part) -> list[Row | None]:
         """A row for every ask; None, counted, where the answer is empty."""
@@ -459,10 +458,13 @@ def write_corpus(config: CorpusConfig, argv: Sequence[str]) -> dict[str, Any]:
         run = begin_run(config, target, argv)
         started = perf_counter()
         n_before = write_parts(config, CorpusWriter(target, config, excluded), chats)
-        summary = summarise(config.out) | {"seconds": round(perf_counter() - started, 1)}
-        summary["tokens_per_second"] = round((summary["response_tokens"] - n_before) / summary["seconds"], 1)
+        seconds, summary = perf_counter() - started, summarise(config.out)
+        speed = (summary["response_tokens"] - n_before) / seconds
+        summary |= {"seconds": round(seconds, 1), "tokens_per_second": round(speed, 1)}
         run["sessions"][-1]["finished"] = provenance.timestamp()
         write_run(config.out, run | {"status": "finished", "summary": summary})
+    if not summary["answers"]:
+        raise InputError(f"No prompt could be answered ({_reasons(summary['dropped'])}).")
     return {"out": str(config.out)} | summary
 
 
@@ -481,15 +483,17 @@ def write_parts(config: CorpusConfig, writer: CorpusWriter, chats: Sequence[Prom
             part = writer.own_part(index) if batch is None else writer.chat_part(index, batch)
             n_empty = 0 if part.rows else n_empty + 1
             if batch is None and n_empty == MAX_EMPTY_PARTS:
-                reasons = ", ".join(f"{n} {why}" for why, n in part.dropped.most_common())
-                raise InputError(
-                    f"{writer.target.name!r} wrote no usable prompt in {MAX_EMPTY_PARTS} batches (last: {reasons})."
-                )
+                why = _reasons(part.dropped)
+                raise InputError(f"{writer.target.name!r} wrote no usable text in {n_empty} batches (the last: {why}).")
             write_part(folder, index, part)
             writer.take(part.rows)
             n_rows += len(part.rows)
             bar.update(len(part.rows))
     return sum(len(row.response_ids) for row in rows)
+
+
+def _reasons(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} times {why}" for why, n in dropped.items())
 
 
 def part_path(folder: Path, index: int) -> Path:
@@ -599,6 +603,11 @@ def describe(config: CorpusConfig, target: Target) -> dict[str, Any]:
             "template_hash": target.template_hash,
         },
         "settings": {name: getattr(config, name) for name in names} | {"kinds": list(config.kinds)},
+        "own_prompts": {
+            "temperature": PROMPT_TEMPERATURE,
+            "top_k": PROMPT_TOP_K,
+            "openings": provenance.text_hash(repr(OPENINGS)),
+        },
         "chats": None if config.chats is None else provenance.file_hash(config.chats),
         "exclude": sorted(provenance.file_hash(file) for file in config.exclude),
     }
@@ -621,13 +630,3 @@ def read_run(folder: Path) -> dict[str, Any]:
 def write_run(folder: Path, run: dict[str, Any]) -> None:
     """Write run.json durably."""
     write_durably(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False, allow_nan=False).encode())
-
-
-@contextmanager
-def disk_faults_told(folder: Path) -> Iterator[None]:
-    """Turn a fault of the disk into an InputError; parts written before stay whole."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise InputError(f"{folder}: cannot be written ({why}); every part written before is whole.") from error
