@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,22 @@ N_RANK_TIERS = 4
 N_RANK_FEATURES = 15  # 10 log-probs, 3 logit gaps, top-1 probability, entropy
 RANK_TOP = 20  # the log-probs and the entropy are normalised over this many best logits
 RANK_HIDDEN = 256
+
+
+class ColumnsLinear(Protocol):
+    """A bias-free linear of a form of its own, which also multiplies by some of its columns alone."""
+
+    def columns(self, x: Tensor, first: int, last: int) -> Tensor:
+        """x [..., last - first] times the transpose of weight[:, first:last]."""
+        ...
+
+
+def product(linear: nn.Module, x: Tensor, first: int, last: int) -> Tensor:
+    """x [..., last - first] times the transpose of columns first..last of a linear's weight."""
+    if isinstance(linear, nn.Linear):
+        return F.linear(x, linear.weight[:, first:last])
+    return cast(ColumnsLinear, linear).columns(x, first, last)
+
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [..., h, L, d], k [..., h_kv, L, d], v) -> output [..., h, L, d]; q and k carry RoPE already."""
@@ -140,9 +156,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [..., L, in], tables [..., L, d] -> [..., L, H]."""
-        q = x @ self.q_proj.weight.T
-        k, v = x @ self.k_proj.weight.T, x @ self.v_proj.weight.T
-        q, k, v = (self._heads(y, n) for y, n in ((q, self.n_heads), (k, self.n_kv_heads), (v, self.n_kv_heads)))
+        q = self._heads(self.q_proj(x), self.n_heads)
+        k, v = (self._heads(proj(x), self.n_kv_heads) for proj in (self.k_proj, self.v_proj))
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o_proj(out.transpose(-2, -3).flatten(-2))
 
@@ -200,9 +215,10 @@ class InputLayer(nn.Module):
         computed once a row and not once a slot.
         """
         condition = self.condition_norm(self.condition_proj(condition) if is_first else condition)
-        w_condition, w_token, w_query = self.fuse.weight.chunk(3, dim=-1)
-        prefix = condition @ w_condition.T + self.token_norm(token_embed) @ w_token.T  # [..., H]
-        query = self.query_norm(self.position_queries.weight) @ w_query.T  # [K, H]
+        size = condition.shape[-1]
+        prefix = torch.cat([condition, self.token_norm(token_embed)], dim=-1)
+        prefix = product(self.fuse, prefix, 0, 2 * size)  # [..., H]
+        query = product(self.fuse, self.query_norm(self.position_queries.weight), 2 * size, 3 * size)  # [K, H]
         if not self.is_broadcast:
             first = torch.zeros(query.shape[0], 1, dtype=query.dtype, device=query.device)
             first[0] = 1.0
@@ -267,9 +283,10 @@ class SpecBlockNet(nn.Module):
 
     def shift(self, x: Tensor, i: int) -> Tensor:
         """W [h_k ; h_{k-1}] at every slot (slot 0 takes itself), x [..., K, H]."""
-        w_self, w_previous = cast(nn.Linear, self.shift_proj[i]).weight.chunk(2, dim=-1)
-        carried = x @ w_previous.T
-        return x @ w_self.T + torch.cat([carried[..., :1, :], carried[..., :-1, :]], dim=-2)
+        size = x.shape[-1]
+        carried = product(self.shift_proj[i], x, size, 2 * size)
+        carried = torch.cat([carried[..., :1, :], carried[..., :-1, :]], dim=-2)
+        return product(self.shift_proj[i], x, 0, size) + carried
 
     def rank_logits(self, normed: Tensor, logits: Tensor) -> Tensor:
         """Rank-tier logits [..., 4] from the normed hidden and the draft logits; no gradient reaches the drafter."""
