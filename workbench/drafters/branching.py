@@ -20,6 +20,7 @@ from workbench.drafters.base import DraftState, Forward, TopLogits, offer, top_l
 from workbench.drafters.cache import RowCache, causal_tail
 from workbench.drafters.checkpoint import EMBED, Published, hash_weights, load_net
 from workbench.drafters.nets import Attend, NetConfig
+from workbench.drafters.packing import pack
 from workbench.errors import InputError
 from workbench.tree import Expansion, Starts
 
@@ -103,6 +104,15 @@ class BranchingDrafter:
         self.net, self.embed_weight = net.eval().requires_grad_(False), embed_weight
         self.target_ids, self.name, self.weights_hash = target_ids, name or self.kind, weights_hash
         self.max_width = net.config.draft_vocab_size
+        self.repack()
+
+    def repack(self) -> None:
+        """Take over the weights of `net`; to be called after every change of them. The first use is paid for here."""
+        self._fast = pack(self.net)
+        state = self.open([], 1)
+        self.observe(state, self.embed_weight.new_zeros(1, self.net.config.feature_size), self.embed_weight, [0])
+        with torch.inference_mode():
+            self._offer(self._first(state), 1)
 
     def _run(
         self, condition: Tensor, embed: Tensor, position: Tensor, attends: Sequence[Attend], is_first: bool
@@ -135,9 +145,12 @@ class BranchingDrafter:
     def expand(self, state: DraftState, level: int, starts: Starts, width: int) -> Expansion:
         """Candidates [1, S, K, width] of the blocks under the starts; level 0 is the block at the last pair."""
         assert isinstance(state, BranchState)
-        hidden = self._first(state) if level == 0 else self._next(state, level, starts)
-        normed = self.net.norm(hidden)
-        logits = self.net.lm_head(normed)  # [S, K, V_d]
+        return self._offer(self._first(state) if level == 0 else self._next(state, level, starts), width)
+
+    def _offer(self, hidden: Tensor, width: int) -> Expansion:
+        """Candidates of hidden states [S, K, H] through the heads."""
+        normed = self._fast.norm(hidden)
+        logits = self._fast.lm_head(normed)  # [S, K, V_d]
         top = top_logits(logits, width)
         return offer(logits, top, width, self.target_ids, self._tiers(normed, top))
 

@@ -24,8 +24,8 @@ class Eagle3Drafter(BranchingDrafter):
     def _run(
         self, condition: Tensor, embed: Tensor, position: Tensor, attends: Sequence[Attend], is_first: bool
     ) -> Tensor:
-        stream = self.net.fc(condition) if is_first else condition
-        return self.net(stream[None], embed[None], position[None], attends[0])[0, :, None]
+        stream = self._fast.fc(condition) if is_first else condition
+        return self._fast(stream[None], embed[None], position[None], attends[0])[0, :, None]
 
     def _positions(self, last: int, chains: Sequence[Chain]) -> list[int]:
         return [last + len(chain) for chain in chains]

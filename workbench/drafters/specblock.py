@@ -24,16 +24,16 @@ class SpecBlockDrafter(BranchingDrafter):
     kind = "specblock"
 
     def __init__(self, net: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(net, *args, **kwargs)
         self.n_slots, self.has_tiers = net.config.n_slots, net.config.has_rank_head
+        super().__init__(net, *args, **kwargs)
 
     def _run(
         self, condition: Tensor, embed: Tensor, position: Tensor, attends: Sequence[Attend], is_first: bool
     ) -> Tensor:
-        return self.net(condition[None], embed[None], position[None], attends, is_first)[0]
+        return self._fast(condition[None], embed[None], position[None], attends, is_first)[0]
 
     def _positions(self, last: int, chains: Sequence[Chain]) -> list[int]:
         return [last] * len(chains)
 
     def _tiers(self, normed: Tensor, top: TopLogits) -> Tensor | None:
-        return self.net.rank_logits(normed, top.logits).argmax(-1) if self.has_tiers else None
+        return self._fast.rank_logits(normed, top.logits).argmax(-1) if self.has_tiers else None
