@@ -176,6 +176,17 @@ def test_own_checkpoint_round_trip(tmp_path: Path) -> None:
     assert len(drafter.weights_hash) == 64
 
 
+def test_own_checkpoint_with_a_draft_vocabulary(tmp_path: Path) -> None:
+    """The map is written as `t2d` and `d2t`, and the head's rows are cut to it."""
+    net, target = random_net(3, 1, None), make_target()
+    save_checkpoint(tmp_path / "heads", "medusa", net, DRAFT_IDS, {"target_vocab_size": V})
+    found = load_checkpoint(tmp_path / "heads")
+    assert found.draft_ids is not None and found.draft_ids.tolist() == DRAFT_IDS.tolist()
+    drafter = medusa_drafter(found, target)
+    assert drafter.head_weight is not None and torch.equal(drafter.head_weight, target.head_weight[DRAFT_IDS])
+    assert (drafter.n_slots, drafter.max_width) == (3, len(DRAFT_IDS))
+
+
 def _named(net: MedusaNet) -> list[tuple[str, Tensor]]:
     return list(net.state_dict().items())
 
