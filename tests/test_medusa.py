@@ -111,6 +111,25 @@ def test_full_heads_equal_the_reference(tmp_path: Path) -> None:
     assert got.logp.tolist() == [[steps]]
 
 
+@pytest.mark.parametrize("vocab_size", [None, V])
+def test_single_precision_runs_on_reordered_weights(vocab_size: int | None) -> None:
+    """float32, where the CPU reorders weights, against float64: 2e-5 of logits of some units is float32's own error."""
+    target, net = make_target(), random_net(3, 2, vocab_size)
+    ids = DRAFT_IDS if vocab_size is None else None
+    wide = medusa_drafter(as_checkpoint(net, 2, ids), target)
+    target.head_weight = target.head_weight.float()
+    drafter = medusa_drafter(as_checkpoint(net, 2, ids), target)
+    final = torch.randn(1, H, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found = []
+    for either in (wide, drafter):
+        state = either.open([1], capacity=20)
+        either.observe(state, torch.zeros(1, 3 * H), final, [3])
+        either.expand(state, 0, root(), 5)
+        assert state.logits is not None
+        found.append(state.logits.double())
+    assert torch.allclose(found[0], found[1], rtol=0, atol=2e-5)
+
+
 def test_head_i_is_slot_i() -> None:
     """Head i adds a bias that makes token 3 + i the best: SiLU(40) = 40 to 1e-15, on a one-hot vocabulary matrix."""
     net = MedusaNet(3, 1, H, None).double()

@@ -20,8 +20,10 @@ from torch import Tensor
 from workbench.drafters.base import DraftState, Forward, offer, top_logits
 from workbench.drafters.checkpoint import MAX_LAYERS, Checkpoint, MedusaConfig, hash_weights, load_net
 from workbench.drafters.nets import MedusaNet
+from workbench.drafters.packing import pack
 from workbench.drafters.tensorfile import TensorFile, read_json
 from workbench.errors import InputError
+from workbench.linear import PackedLinear
 from workbench.tree import Expansion, Starts
 
 WEIGHTS_FILE = "medusa_lm_head.pt"
@@ -64,6 +66,12 @@ class MedusaDrafter:
         # The last parameter of full heads is the last head's own vocabulary matrix.
         self.weight: Tensor = head_weight if head_weight is not None else list(net.parameters())[-1]
         self.max_width = self.weight.shape[0]
+        self._head = None if head_weight is None else PackedLinear(head_weight)
+        self.repack()
+
+    def repack(self) -> None:
+        """Take over the weights of `net`; to be called after every change of them."""
+        self._fast = pack(self.net)
 
     def open(self, prompt_ids: list[int], capacity: int) -> MedusaState:
         """Nothing to allocate: the heads keep no cache."""
@@ -83,11 +91,17 @@ class MedusaDrafter:
             raise InputError(f"{self.name} drafts one level only, but the plan asks for level {level}")
         if state.final is not None:
             final = state.final.to(self.weight.device, self.weight.dtype)
-            state.logits, state.final = self.net.logits(final[None], self.head_weight), None
+            state.logits, state.final = self._logits(final)[None], None
             state.forwards.append(Forward(kind="first", n_rows=1, n_starts=1))
         if state.logits is None:
             raise ValueError("no pair was observed yet, so there is nothing to draft from")
         return offer(state.logits, top_logits(state.logits, width), width, self.target_ids, None)
+
+    def _logits(self, final: Tensor) -> Tensor:
+        """Final hidden [H] -> logits [n_heads, V_d]."""
+        if self._head is None:
+            return self._fast.logits(final)
+        return self._head(self._fast.hidden(final))
 
 
 def medusa_drafter(checkpoint: Checkpoint, target: TargetHead, name: str = "medusa") -> MedusaDrafter:

@@ -19,6 +19,7 @@ from workbench.drafters.base import DraftState, Forward, offer, top_logits
 from workbench.drafters.cache import RowCache, causal_tail
 from workbench.drafters.checkpoint import Checkpoint, hash_weights, load_net
 from workbench.drafters.nets import NetConfig, ParallelSpecNet
+from workbench.drafters.packing import pack
 from workbench.errors import InputError
 from workbench.tree import Expansion, Starts
 
@@ -62,6 +63,11 @@ class ParallelSpecDrafter:
         self.target_ids, self.name, self.weights_hash = target_ids, name, weights_hash
         self.n_slots = net.config.n_slots
         self.max_width = net.config.draft_vocab_size
+        self.repack()
+
+    def repack(self) -> None:
+        """Take over the weights of `net`; to be called after every change of them."""
+        self._fast = pack(self.net)
 
     def open(self, prompt_ids: list[int], capacity: int) -> ParallelSpecState:
         """An empty cache for `capacity` committed pairs."""
@@ -85,12 +91,12 @@ class ParallelSpecDrafter:
             self._run(state)
         if state.hidden is None:
             raise ValueError("no pair was observed yet, so there is nothing to draft from")
-        logits = self.net.lm_head(self.net.norm(state.hidden))[None]  # [1, K, V_d]
+        logits = self._fast.lm_head(self._fast.norm(state.hidden))[None]  # [1, K, V_d]
         return offer(logits, top_logits(logits, width), width, self.target_ids, None)
 
     def _run(self, state: ParallelSpecState) -> None:
         """The one forward of a step: queued pairs, then the mask rows of the last of them."""
-        net, like, n_new = self.net, self.net.fc.weight, len(state.tokens)
+        net, like, n_new = self._fast, self.net.fc.weight, len(state.tokens)
         ids = torch.tensor(state.tokens, device=self.embed_weight.device)
         stream = torch.cat([net.fc(torch.cat(state.features).to(like)), net.mask_stream])  # [n + K - 1, H]
         embed = torch.cat([self.embed_weight[ids].to(like), net.mask_embed])
