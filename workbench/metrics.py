@@ -136,16 +136,6 @@ def position_average_tau(n_committed_at: ArrayLike) -> float:
     return tau(n_committed_at)
 
 
-def walk_starts(n_committed_at: ArrayLike, first: int = 1) -> NDArray[np.int64]:
-    """Positions at which a real run's steps start, given what a step at each position [T] would commit (≥ 1)."""
-    advance = np.asarray(n_committed_at, np.int64)
-    starts, position = [], first
-    while position < len(advance):
-        starts.append(position)
-        position += int(advance[position])
-    return np.array(starts, np.int64)
-
-
 @dataclass(frozen=True)
 class DepthAcceptance:
     """Acceptance by depth, entry d − 1 for depth d. A rate is NaN where its `n_tried` is 0."""

@@ -17,7 +17,7 @@ from workbench.trace import open_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; exit status 0, 2 after bad input (the good prompts are recorded all the same), 130 if interrupted."""
+    """Run the verb; exit status 0, 2 after bad input (good prompts are recorded all the same), 130 if interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     config = tyro.cli(RecordConfig, args=argv, prog="python -m workbench.record")
     try:

@@ -1,4 +1,4 @@
-"""Record real runs: every prompt by plain decoding and by each drafter under its plan, interleaved, a durable part each.
+"""Record real runs: every prompt by plain decoding and by each drafter, interleaved, a durable part each.
 
 The arms of one turn run back to back on the same prompt, in an order rotated from turn to turn and prompt to prompt, so
 that drift of the machine's speed cancels. Later turns of a conversation are asked with plain decoding's answers, the
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from workbench import provenance
 from workbench.decode import Clock, Episode, decode
-from workbench.drafters import load_drafter
+from workbench.drafters import CATALOGUE, load_drafter
 from workbench.errors import InputError
 from workbench.promptfile import Problem, Prompt, load_prompts
 from workbench.sampling import Sampling, gumbel, processed_logprobs, prompt_key
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from workbench.drafters.base import Drafter
 
 WARM_UP_TOKENS = 6
-DRAFTERS = ("specblock", "eagle3", "medusa", "parallelspec", "lookup")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class RecordConfig:
     """At most so many prompts, taken in turn from the tasks."""
     limit_per_task: int | None = None
     """At most so many prompts of each task."""
-    drafters: tuple[str, ...] = DRAFTERS
+    drafters: tuple[str, ...] = CATALOGUE
     """Drafters or plans, separated by spaces or commas: `specblock`, `eagle3:budget=59`, `medusa-chain`, ..."""
     weights: tuple[str, ...] = ()
     """Drafter checkpoints to load instead of the shipped ones, as NAME=FOLDER."""
@@ -89,7 +88,7 @@ class RecordConfig:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode: a drafter under a plan, or plain decoding (both None). Its place in the list is the plan's id."""
+    """One way to decode: a drafter under a plan, or plain decoding (both None). Its place in a list is its plan id."""
 
     policy: str
     drafter: Drafter | None = None
@@ -255,8 +254,9 @@ def record(config: RecordConfig, argv: Sequence[str], say: Callable[[str], Any])
     settings = Settings(
         Sampling(config.temperature, config.top_p, config.top_k, config.seed), config.max_new_tokens, config.system
     )
-    if config.max_new_tokens < 1:
-        raise InputError(f"The new tokens of a turn must be at least 1, not {config.max_new_tokens}.")
+    for what, value in (("new tokens of a turn", config.max_new_tokens), ("threads", config.threads)):
+        if value is not None and value < 1:
+            raise InputError(f"The {what} must be at least 1, not {value}.")
     prompts, bad_lines = load_prompts(config.prompts, config.tasks, config.limit, config.limit_per_task)
     for problem in bad_lines:
         say(str(problem))
@@ -293,7 +293,7 @@ def record_all(
     n_episodes = [len(prompt.turns) * len(arms) for prompt in prompts]
     clock = DeviceClock(str(target.device))
     if len(done) < len(prompts):
-        warm_up(target, arms, prompts[0], settings, clock)
+        warm_up(target, arms, settings, clock)
     with tqdm(total=sum(n_episodes), initial=sum(n_episodes[i] for i in done), unit="episode") as bar:
         for index, prompt in enumerate(prompts):
             if index in done:
@@ -310,13 +310,12 @@ def record_all(
             bar.update(n_episodes[index] - (bar.n - before))
 
 
-def warm_up(target: Target, arms: Sequence[Arm], prompt: Prompt, settings: Settings, clock: Clock) -> None:
+def warm_up(target: Target, arms: Sequence[Arm], settings: Settings, clock: Clock) -> None:
     """Run a few tokens by each arm, unrecorded, so that compiling and first allocations charge no prompt."""
     ids = target.render([{"role": "user", "content": "Say hello."}])
-    for arm in arms:
-        room = min(WARM_UP_TOKENS, target.max_context - len(ids))
-        if room > 0:
-            _run(target, arm, ids, 0, room, settings.sampling, clock, lambda: None)
+    room = min(WARM_UP_TOKENS, target.max_context - len(ids))
+    for arm in arms if room > 0 else ():
+        _run(target, arm, ids, 0, room, settings.sampling, clock, lambda: None)
 
 
 def device_name(device: str) -> str:
@@ -336,7 +335,7 @@ def load_arms(specs: Sequence[str], weights: Sequence[str], target: Target) -> l
         if name not in drafters:
             drafters[name] = load_drafter(places.get(name, name), target)
         drafter = drafters[name]
-        check_plan(plan, name, drafter.n_slots, drafter.max_width, drafter.n_levels)
+        check_plan(plan, drafter.kind, drafter.n_slots, drafter.max_width, drafter.n_levels)
         arms.append(Arm(spec, drafter, plan))
     unused = [name for name in places if name not in drafters]
     if unused:

@@ -88,6 +88,9 @@ def refuse_if_taken(folder: Path, is_resumed: bool) -> None:
     """`InputError` unless a run can be written there: an empty or new folder, or, to be resumed, a trace."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is not a folder.")
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(nearest, os.W_OK):
+        raise InputError(f"{folder}: cannot be written (no permission in {nearest}).")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not is_resumed:
@@ -216,7 +219,8 @@ def read_part(path: Path, table: str, columns: Sequence[str] | None = None) -> p
     _check_sizes(file.metadata, path)
     try:
         data = file.read(columns=None if columns is None else list(columns))
-    except (pa.ArrowException, OSError) as error:
+        data.validate(full=True)
+    except (pa.ArrowException, ValueError, OSError) as error:
         raise InputError(f"{path}: damaged or cut short.") from error
     if columns is None:
         check_table(data, table, str(path))
@@ -231,7 +235,7 @@ def _opened(path: Path, table: str) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path, **_THRIFT_LIMITS)
         schema = file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:
         raise InputError(f"{path}: not a whole parquet file.") from error
     check_schema(schema, table, str(path))
     return file
