@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from math import log
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numba import njit
 
 from workbench.errors import InputError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 LOGP_STEPS_PER_NAT = 1024
 ROOT = -1  # as a parent or a start: the root; in the address of a start: the root has no creator
@@ -75,6 +77,7 @@ class Forest:
     pending: np.ndarray  # int32 [T, Q], nodes that start a block at the next level
     n_pending: np.ndarray  # int32 [T]
     spine: list[np.ndarray] = field(default_factory=list)
+    last: np.ndarray | None = None  # int64 [T], prune key of the last node to keep; None = not known yet
 
     @property
     def token(self) -> np.ndarray:
@@ -195,6 +198,7 @@ _NODE = np.dtype(
     [(name, np.int32) for name in ("token", "parent", "cum", "head", "next")]
     + [(name, np.int16) for name in ("depth", "level", "start", "slot", "rank", "mark")]
 )
+_WORDS = _NODE.itemsize // 8
 _STARTED, _ASKED = 1, 2
 _NEVER = np.iinfo(np.int64).max
 _MOST_NODES, _MOST_DEPTH = 1 << 20, (1 << 12) - 1  # what a prune key can hold
@@ -205,24 +209,28 @@ _N_BUCKETS, _BUCKET_SHIFT = 512, 5
 _CUT, _LIVE = _N_BUCKETS, _N_BUCKETS + 1
 
 
-@njit(cache=True, inline="always")
+# Kernels allocate nothing, so they run without numba's reference counts (which cost more than the growing itself).
+_kernel: Callable[[_Function], _Function] = njit(cache=True, _nrt=False)  # type: ignore[call-overload]
+
+
+@_kernel
 def _bucket(cum: int) -> int:
     return min(max(-cum, 0) >> _BUCKET_SHIFT, _N_BUCKETS - 1)
 
 
-@njit(cache=True, inline="always")
+@_kernel
 def _key(row: np.ndarray, i: int) -> int:
     """Prune order as one integer, smaller is better."""
     return -np.int64(row[i].cum) << 32 | np.int64(row[i].depth) << 20 | i  # type: ignore[return-value]
 
 
-@njit(cache=True)
+@_kernel
 def _clear(tally: np.ndarray) -> None:
     tally[:] = 0
     tally[_CUT] = _N_BUCKETS
 
 
-@njit(cache=True, inline="always")
+@_kernel
 def _count(tally: np.ndarray, cum: int, budget: int) -> None:
     """Count one more node; then lower the cut while `budget` nodes stay above it."""
     bucket = _bucket(cum)
@@ -234,7 +242,7 @@ def _count(tally: np.ndarray, cum: int, budget: int) -> None:
             tally[_LIVE] -= tally[tally[_CUT]]
 
 
-@njit(cache=True)
+@_kernel
 def _kth_smallest(keys: np.ndarray, n: int, k: int) -> int:
     """The k-th smallest (1-based) of keys[:n], which it reorders (Hoare's selection)."""
     low, high = 0, n - 1
@@ -259,9 +267,9 @@ def _kth_smallest(keys: np.ndarray, n: int, k: int) -> int:
     return keys[k - 1]
 
 
-@njit(cache=True)
+@_kernel
 def _last_kept(row: np.ndarray, n: int, tally: np.ndarray, budget: int, keys: np.ndarray) -> int:
-    """Prune key of the budget-th best of row[:n]; everything is kept where there are fewer. `keys` is scratch [P]."""
+    """Prune key of the budget-th best of row[:n], all tallied; everything is kept where there are fewer."""
     if tally[_LIVE] < budget:
         return _NEVER
     edge = tally[_CUT] - 1
@@ -273,7 +281,19 @@ def _last_kept(row: np.ndarray, n: int, tally: np.ndarray, budget: int, keys: np
     return _kth_smallest(keys, m, budget - (tally[_LIVE] - tally[edge]))
 
 
-@njit(cache=True, inline="always")
+@_kernel
+def _find_last(
+    nodes: np.ndarray, n: np.ndarray, budget: int, last: np.ndarray, tally: np.ndarray, keys: np.ndarray
+) -> None:
+    """Prune key of the budget-th best node of every row into last [T]."""
+    for t in range(nodes.shape[0]):
+        _clear(tally)
+        for i in range(n[t]):
+            _count(tally, nodes[t, i].cum, budget)
+        last[t] = _last_kept(nodes[t], n[t], tally, budget, keys)
+
+
+@_kernel
 def _insert(
     row: np.ndarray, i: int, token: int, parent: int, cum: int, depth: int, level: int, start: int, slot: int, rank: int
 ) -> None:
@@ -286,7 +306,7 @@ def _insert(
         row[parent].head = i
 
 
-@njit(cache=True, inline="always")
+@_kernel
 def _find(row: np.ndarray, i: int, token: int) -> int:
     """The node with this token in the list of siblings that begins at node i; -1 = none."""
     while i >= 0 and row[i].token != token:
@@ -294,7 +314,7 @@ def _find(row: np.ndarray, i: int, token: int) -> int:
     return i
 
 
-@njit(cache=True)
+@_kernel
 def _fill_starts(
     nodes: np.ndarray, pending: np.ndarray, n_pending: np.ndarray, whole: np.ndarray, address: np.ndarray
 ) -> None:
@@ -308,35 +328,36 @@ def _fill_starts(
             address[2, t, s], address[3, t, s] = node.slot, node.rank
 
 
-@njit(cache=True)
+@_kernel
 def _prune(
-    nodes: np.ndarray, n: np.ndarray, budget: int, whole: np.ndarray, address: np.ndarray, n_kept: np.ndarray
+    nodes: np.ndarray,
+    n: np.ndarray,
+    last: np.ndarray,
+    whole: np.ndarray,
+    address: np.ndarray,
+    n_kept: np.ndarray,
+    place: np.ndarray,
 ) -> bool:
-    """Keep the first `budget` nodes in prune order, listed in creation order; True if closed under parents.
+    """Keep the nodes up to prune key `last`, listed in creation order; True if they are closed under parents.
 
-    Token, parent, depth, cum go into whole [4, T, N]; level, start, slot, rank into address [4, T, N].
+    Token, parent, depth, cum go into whole [4, T, N]; level, start, slot, rank into address [4, T, N]. `place` is
+    scratch [P + 1]: the tree index of each forest node; the root's stands last, where index -1 finds it.
     """
-    tally = np.empty(_N_BUCKETS + 2, np.int32)
-    keys = np.empty(nodes.shape[1], np.int64)
-    place = np.empty(nodes.shape[1] + 1, np.int32)  # tree index of each forest node; the root's stands last
     place[-1] = ROOT
     is_closed = True
     for t in range(nodes.shape[0]):
         row, m = nodes[t], 0
-        _clear(tally)
         for i in range(n[t]):
-            _count(tally, row[i].cum, budget)
-        last = _last_kept(row, n[t], tally, budget, keys)
-        for i in range(n[t]):
-            place[i] = PADDING
-            if _key(row, i) <= last:
-                node, up = row[i], place[row[i].parent]
-                is_closed &= up != PADDING
-                whole[0, t, m], whole[1, t, m], whole[2, t, m], whole[3, t, m] = node.token, up, node.depth, node.cum
-                address[0, t, m], address[1, t, m] = node.level, node.start
-                address[2, t, m], address[3, t, m] = node.slot, node.rank
-                place[i] = m
-                m += 1
+            if _key(row, i) > last[t]:
+                place[i] = PADDING
+                continue
+            node, up = row[i], place[row[i].parent]
+            is_closed &= up != PADDING
+            whole[0, t, m], whole[1, t, m], whole[2, t, m], whole[3, t, m] = node.token, up, node.depth, node.cum
+            address[0, t, m], address[1, t, m] = node.level, node.start
+            address[2, t, m], address[3, t, m] = node.slot, node.rank
+            place[i] = m
+            m += 1
         n_kept[t] = m
     return is_closed
 
@@ -357,8 +378,13 @@ def _reserve(forest: Forest, n_more: int) -> None:
     if most + n_more >= _MOST_NODES:
         raise InputError(f"the plan grows {most + n_more} nodes at one position; the most is {_MOST_NODES - 1}")
     nodes = np.empty((len(forest.n), most + n_more), _NODE)
-    nodes[:, :most] = forest.nodes[:, :most]
+    nodes.view(np.int64)[:, : most * _WORDS] = forest.nodes.view(np.int64)[:, : most * _WORDS]
     forest.nodes = nodes
+
+
+def _scratch(forest: Forest) -> tuple[np.ndarray, np.ndarray]:
+    """A tally, and room for the keys of a row."""
+    return np.empty(_N_BUCKETS + 2, np.int32), np.empty(forest.nodes.shape[1], np.int64)
 
 
 def _starts_of(forest: Forest, level: int) -> Starts:
@@ -378,8 +404,11 @@ def _finish(forest: Forest, budget: int) -> Trees:
     shape = 4, len(forest.n), budget
     whole, address = np.zeros(shape, np.int32), np.zeros(shape, np.int16)
     whole[0], whole[1] = -1, PADDING
-    n_kept = np.zeros(len(forest.n), np.int32)
-    is_closed = _prune(forest.nodes, forest.n, budget, whole, address, n_kept)
+    n_kept, place = np.zeros(len(forest.n), np.int32), np.empty(forest.nodes.shape[1] + 1, np.int32)
+    if forest.last is None:
+        forest.last = np.empty(len(forest.n), np.int64)
+        _find_last(forest.nodes, forest.n, budget, forest.last, *_scratch(forest))
+    is_closed = _prune(forest.nodes, forest.n, forest.last, whole, address, n_kept, place)
     assert is_closed, "a pruned tree lost a parent: log-probabilities above 0 in an expansion"
     return Trees(whole[0], whole[1], whole[2], whole[3], address[0], address[1], address[2], address[3], n_kept)
 
@@ -389,7 +418,12 @@ def _checked(expansion: Expansion, starts: Starts, n_slots: int) -> tuple[np.nda
     token = np.ascontiguousarray(expansion.token, np.int32)
     logp = np.ascontiguousarray(expansion.logp, np.int16)
     tier = np.ascontiguousarray(expansion.tier, np.int8)
-    if token.shape != logp.shape or token.shape[:3] != tier.shape or token.shape[:2] != starts.node.shape:
+    if (
+        token.shape != logp.shape
+        or token.shape[:3] != tier.shape
+        or token.shape[:2] != starts.node.shape
+        or not token.size
+    ):
         raise InputError(
             f"an expansion of {starts.node.shape} starts has shapes {token.shape}, {logp.shape}, {tier.shape}"
         )
@@ -443,21 +477,33 @@ _SLOT_TRIMS = ((logp_steps(0.95), 2), (logp_steps(0.85), 3))
 _PLAIN = N_TIERS  # index of the plain width in the table of widths
 
 
+class _Offers(NamedTuple):
+    """One level's candidates, flat: block b = t * S + s of the T rows of S starts, slot j = b * K + k."""
+
+    token: np.ndarray  # int32 [T * S * K, W]
+    logp: np.ndarray  # int16 [T * S * K, W]
+    tier: np.ndarray  # int8 [T * S * K]
+    width: np.ndarray  # int16 [T * S * K], candidates to keep
+    is_flagged: np.ndarray  # bool [T * S], give-up: the spine end does not hitch-hike
+
+
 class _Rules(NamedTuple):
     """What the block kernels need of a plan at one level."""
 
     n_slots: int
+    n_drafted: int  # slots that the drafter offers, K
     budget: int
     root_width: int  # 0 beyond the first level
     cap: int  # most starts of the next level
     is_last: bool
     is_merging: bool
     is_lazy: bool
+    is_simple: bool  # see _grow_slot
     has_trims: bool
     has_give_up: bool
 
 
-@njit(cache=True)
+@_kernel
 def _trimmed(width: int, top: int, trims: tuple[tuple[int, int], ...]) -> int:
     """The width after the first trim whose threshold the top candidate's log-probability reaches."""
     for threshold, most in trims:
@@ -466,27 +512,41 @@ def _trimmed(width: int, top: int, trims: tuple[tuple[int, int], ...]) -> int:
     return width
 
 
-@njit(cache=True)
-def _block_widths(logp: np.ndarray, tier: np.ndarray, widths: np.ndarray, rules: _Rules, out: np.ndarray) -> bool:
-    """Width of every slot of one block into out [K]; True if the block is flagged give-up (no hitch-hike)."""
-    is_flagged, is_sure, is_branching = False, True, True
+@_kernel
+def _block_widths(offers: _Offers, b: int, table: np.ndarray, rules: _Rules) -> int:
+    """Fill in the widths and the flag of block b; returns the most nodes it can add."""
+    is_sure, is_branching, gain = True, True, 0
+    offers.is_flagged[b] = False
     for k in range(rules.n_slots):
-        is_root_slot = k == 0 and rules.root_width > 0
-        if is_sure and tier[k] != 0:
-            is_sure, is_flagged = False, rules.has_give_up and tier[k] == GIVE_UP
-        if tier[k] == GIVE_UP and widths[GIVE_UP] == 0 and rules.has_give_up and not is_root_slot:
-            is_branching = False
-        if is_root_slot:
-            out[k] = _trimmed(rules.root_width, logp[k, 0], _ROOT_TRIMS) if rules.has_trims else rules.root_width
-        elif not is_branching:
-            out[k] = 1
+        j = b * rules.n_drafted + k
+        tier, top = offers.tier[j], offers.logp[j, 0]
+        if is_sure and tier != 0:
+            is_sure = False
+            offers.is_flagged[b] = rules.has_give_up and tier == GIVE_UP
+        if k == 0 and rules.root_width > 0:
+            width = _trimmed(rules.root_width, top, _ROOT_TRIMS) if rules.has_trims else rules.root_width
         else:
-            width = max(widths[_PLAIN if tier[k] < 0 else tier[k]], 1)
-            out[k] = _trimmed(width, logp[k, 0], _SLOT_TRIMS) if rules.has_trims else width
-    return is_flagged
+            is_branching &= not (rules.has_give_up and tier == GIVE_UP and table[GIVE_UP] == 0)
+            width = max(table[_PLAIN if tier < 0 else tier], 1) if is_branching else 1
+            width = _trimmed(width, top, _SLOT_TRIMS) if rules.has_trims else width
+        offers.width[j] = width
+        gain += width
+    return gain
 
 
-@njit(cache=True, inline="always")
+@_kernel
+def _level_widths(offers: _Offers, n_columns: int, n_starts: np.ndarray, table: np.ndarray, rules: _Rules) -> int:
+    """Widths and flags of one level; returns the most nodes that a row can gain."""
+    most = 0
+    for t in range(n_starts.shape[0]):
+        gain = 0
+        for s in range(n_starts[t]):
+            gain += _block_widths(offers, t * n_columns + s, table, rules)
+        most = max(most, gain)
+    return most
+
+
+@_kernel
 def _ask(row: np.ndarray, i: int, pending: np.ndarray, n_pending: int) -> int:
     """List node i as a start of the next level, unless it is listed or has started a block."""
     if row[i].mark == 0:
@@ -496,46 +556,49 @@ def _ask(row: np.ndarray, i: int, pending: np.ndarray, n_pending: int) -> int:
     return n_pending
 
 
-@njit(cache=True)
+@_kernel
+def _is_dead(tally: np.ndarray, cum: int, rules: _Rules) -> bool:
+    """Whether a node of this cumulative log-probability is sure to be pruned."""
+    return rules.is_lazy and _bucket(cum) >= tally[_CUT]
+
+
+@_kernel
 def _grow_slot(
     row: np.ndarray,
     n: int,
     parent: int,
-    token: np.ndarray,
-    logp: np.ndarray,
-    width: int,
+    offers: _Offers,
+    j: int,
     level: int,
     start: int,
     k: int,
+    keeps_dead: bool,
     rules: _Rules,
     tally: np.ndarray,
     pending: np.ndarray,
     n_pending: int,
 ) -> tuple[int, int, int]:
-    """Hang the first `width` candidates [W] of a slot under `parent`; returns n, n_pending, the rank-1 node or -2.
+    """Hang the candidates of slot j under `parent`; returns n, n_pending and the rank-1 node (-2 = none).
 
-    A dead candidate is dropped. Under merging it is kept all the same (its children are not), since a later equal
-    candidate must merge into it and take its log-probability.
+    A dead candidate is dropped, unless `keeps_dead`: a later equal candidate may have to merge into it.
     """
     base, depth, siblings = 0, 1, -1
     if parent >= 0:
         base, depth = row[parent].cum, row[parent].depth + 1
-        if rules.is_merging:
-            siblings = row[parent].head
-    top = PADDING
-    for r in range(min(width, token.shape[0])):
-        if token[r] < 0:
+        siblings = row[parent].head if rules.is_merging else -1
+    top, width = PADDING, offers.width[j]
+    for r in range(min(width, offers.token.shape[1])):
+        token, cum = offers.token[j, r], base + offers.logp[j, r]
+        if token < 0:
             break
-        node = _find(row, siblings, token[r])
+        node = _find(row, siblings, token)
         if node < 0:
-            cum = base + logp[r]
-            if not rules.is_merging and _bucket(cum) >= tally[_CUT]:
+            if not keeps_dead and _is_dead(tally, cum, rules):
                 break
             node = n
             n += 1
-            _insert(row, node, token[r], parent, cum, depth, level, start, k, r + 1)
-            if rules.is_lazy:
-                _count(tally, cum, rules.budget)
+            _insert(row, node, token, parent, cum, depth, level, start, k, r + 1)
+            _count(tally, cum, rules.budget)
         if r == 0:
             top = node
         if width > 1 and not rules.is_last:
@@ -543,41 +606,46 @@ def _grow_slot(
     return n, n_pending, top
 
 
-@njit(cache=True)
+@_kernel
 def _grow_block(
     row: np.ndarray,
     n: int,
     parent: int,
-    token: np.ndarray,
-    logp: np.ndarray,
-    tier: np.ndarray,
+    offers: _Offers,
+    b: int,
     level: int,
     start: int,
-    widths: np.ndarray,
     rules: _Rules,
     tally: np.ndarray,
     pending: np.ndarray,
     n_pending: int,
     spine: np.ndarray,
-    w: np.ndarray,
 ) -> tuple[int, int]:
-    """One block [K, W] under `parent`: slot by slot along its spine; ends early at a dead or missing spine node."""
-    is_flagged = _block_widths(logp, tier, widths, rules, w)
+    """Block b under `parent`, slot by slot along its spine, up to a dead or missing spine node.
+
+    Dead candidates are kept where a later block can meet them. With two blocks at most, the starts come ancestors
+    first; so nothing but a block's own spine leads later starts to its new nodes, once it has merged into an old one.
+    """
+    n_before = n
+    keeps_dead = rules.is_merging and not rules.is_simple
     for k in range(rules.n_slots):
-        if parent >= 0 and _bucket(row[parent].cum) >= tally[_CUT]:
-            return n, n_pending
+        if parent >= 0:
+            if _is_dead(tally, row[parent].cum, rules):
+                return n, n_pending
+            keeps_dead |= rules.is_merging and 0 < k and parent < n_before
+        j = b * rules.n_drafted + k
         n, n_pending, parent = _grow_slot(
-            row, n, parent, token[k], logp[k], w[k], level, start, k, rules, tally, pending, n_pending
+            row, n, parent, offers, j, level, start, k, keeps_dead, rules, tally, pending, n_pending
         )
-        spine[k] = parent
+        spine[j] = parent
         if parent < 0:
             return n, n_pending
-    if not is_flagged and not rules.is_last:
+    if not offers.is_flagged[b] and not rules.is_last:
         n_pending = _ask(row, parent, pending, n_pending)
     return n, n_pending
 
 
-@njit(cache=True)
+@_kernel
 def _keep_pending(row: np.ndarray, pending: np.ndarray, n_pending: int, last: int, cap: int, keys: np.ndarray) -> int:
     """Drop starts beyond prune key `last`, then all but the `cap` best; the order stays. Returns how many are kept."""
     m = 0
@@ -600,7 +668,7 @@ def _keep_pending(row: np.ndarray, pending: np.ndarray, n_pending: int, last: in
     return kept
 
 
-@njit(cache=True)
+@_kernel
 def _grow_blocks(
     nodes: np.ndarray,
     n: np.ndarray,
@@ -608,53 +676,29 @@ def _grow_blocks(
     n_pending: np.ndarray,
     starts: np.ndarray,
     n_starts: np.ndarray,
-    token: np.ndarray,
-    logp: np.ndarray,
-    tier: np.ndarray,
+    offers: _Offers,
     level: int,
-    widths: np.ndarray,
     rules: _Rules,
     spine: np.ndarray,
+    last: np.ndarray,
+    tally: np.ndarray,
+    keys: np.ndarray,
 ) -> None:
-    """Every block of one level at every position, then the starts of the next level."""
-    tally = np.empty(_N_BUCKETS + 2, np.int32)
-    keys = np.empty(nodes.shape[1], np.int64)
-    w = np.empty(rules.n_slots, np.int32)
+    """Every block of one level at every position, then the prune key of the last kept node, and the next starts."""
     for t in range(nodes.shape[0]):
-        row, m, p = nodes[t], n[t], 0
+        row, queue, m, p = nodes[t], pending[t], n[t], 0
         _clear(tally)
-        if rules.is_lazy:
-            for i in range(m):
-                _count(tally, row[i].cum, rules.budget)
+        for i in range(m):
+            _count(tally, row[i].cum, rules.budget)
         for s in range(n_starts[t]):
             if starts[t, s] >= 0:
                 row[starts[t, s]].mark = _STARTED
         for s in range(n_starts[t]):
-            m, p = _grow_block(
-                row, m, starts[t, s], token[t, s], logp[t, s], tier[t, s], level, s, widths, rules, tally,
-                pending[t], p, spine[t, s], w,
-            )  # fmt: skip
-        n[t] = m
+            b = t * starts.shape[1] + s
+            m, p = _grow_block(row, m, starts[t, s], offers, b, level, s, rules, tally, queue, p, spine)
+        n[t], last[t] = m, _last_kept(row, m, tally, rules.budget, keys)
         if not rules.is_last:
-            last = _last_kept(row, m, tally, rules.budget, keys) if rules.is_lazy else _NEVER
-            n_pending[t] = _keep_pending(row, pending[t], p, last, rules.cap, keys)
-
-
-@njit(cache=True)
-def _most_added(
-    starts: np.ndarray, n_starts: np.ndarray, logp: np.ndarray, tier: np.ndarray, widths: np.ndarray, rules: _Rules
-) -> int:
-    """Upper bound of the nodes that this level adds to any one row."""
-    most = 0
-    w = np.empty(rules.n_slots, np.int32)
-    for t in range(starts.shape[0]):
-        added = 0
-        for s in range(n_starts[t]):
-            _block_widths(logp[t, s], tier[t, s], widths, rules, w)
-            for k in range(rules.n_slots):
-                added += min(w[k], logp.shape[3])
-        most = max(most, added)
-    return most
+            n_pending[t] = _keep_pending(row, queue, p, last[t] if rules.is_lazy else _NEVER, rules.cap, keys)
 
 
 @dataclass(frozen=True)
@@ -719,32 +763,47 @@ class BlockPlan(_Growth):
         """Most candidates asked of a slot."""
         return max(1, self.root_width, self.plain_width, *self.tier_widths)
 
-    def _rules(self, level: int) -> _Rules:
+    def _rules(self, level: int, n_drafted: int) -> _Rules:
         cap = self.first_start_cap if level == 0 else self.start_cap
         return _Rules(
-            self.n_slots, self.budget, self.root_width if level == 0 else 0, _MOST_NODES if cap is None else cap,
-            level == self.n_levels - 1, self.is_merging, self.is_lazy, self.has_trims, self.has_give_up,
-        )  # fmt: skip
+            n_slots=self.n_slots,
+            n_drafted=n_drafted,
+            budget=self.budget,
+            root_width=self.root_width if level == 0 else 0,
+            cap=_MOST_NODES if cap is None else cap,
+            is_last=level == self.n_levels - 1,
+            is_merging=self.is_merging,
+            is_lazy=self.is_lazy,
+            is_simple=level == self.n_levels - 1 <= 1,
+            has_trims=self.has_trims,
+            has_give_up=self.has_give_up,
+        )
 
     def attach(self, forest: Forest, starts: Starts, expansion: Expansion, level: int) -> None:
         """Hang one level of blocks; raises InputError where the expansion does not fit."""
         token, logp, tier = _checked(expansion, starts, self.n_slots)
-        widths, rules = np.array([*self.tier_widths, self.plain_width], np.int32), self._rules(level)
-        n_more = _most_added(starts.node, starts.n, logp, tier, widths, rules)
+        n_rows, n_columns, n_drafted, n_offered = token.shape
+        rules, shape = self._rules(level, n_drafted), (tier.size, n_offered)
+        width, is_flagged = np.empty(tier.size, np.int16), np.empty(n_rows * n_columns, np.bool_)
+        offers = _Offers(token.reshape(shape), logp.reshape(shape), tier.reshape(-1), width, is_flagged)
+        table = np.array([*self.tier_widths, self.plain_width], np.int32)
+        n_more = _level_widths(offers, n_columns, starts.n, table, rules)
         _reserve(forest, n_more)
-        forest.pending = np.empty((len(forest.n), 0 if rules.is_last else n_more), np.int32)
-        forest.n_pending = np.zeros(len(forest.n), np.int32)
-        forest.spine.append(_new_spine(starts, self.n_slots))
+        forest.pending = np.empty((n_rows, 0 if rules.is_last else n_more), np.int32)
+        forest.n_pending = np.zeros(n_rows, np.int32)
+        forest.last = np.empty(n_rows, np.int64)
+        spine = np.full(tier.size, PADDING, np.int32)
         _grow_blocks(
-            forest.nodes, forest.n, forest.pending, forest.n_pending, starts.node, starts.n, token, logp, tier, level,
-            widths, rules, forest.spine[-1],
+            forest.nodes, forest.n, forest.pending, forest.n_pending, starts.node, starts.n, offers, level, rules,
+            spine, forest.last, *_scratch(forest),
         )  # fmt: skip
+        forest.spine.append(spine.reshape(tier.shape)[:, :, : self.n_slots])
 
 
 # ------------------------------------------------------------------------------------------------ beam plan
 
 
-@njit(cache=True)
+@_kernel
 def _grow_beams(
     nodes: np.ndarray,
     n: np.ndarray,
@@ -755,11 +814,11 @@ def _grow_beams(
     token: np.ndarray,
     logp: np.ndarray,
     level: int,
-    top_k: int,
+    keys: np.ndarray,
     spine: np.ndarray,
 ) -> None:
     """Hang top_k children under every start, then make the top_k best of them (ties: the older) the next starts."""
-    keys = np.empty(top_k, np.int64)
+    top_k = keys.shape[0]
     for t in range(nodes.shape[0]):
         row, n_best = nodes[t], 0
         for s in range(n_starts[t]):
@@ -779,7 +838,7 @@ def _grow_beams(
         n_pending[t] = n_best
 
 
-@njit(cache=True, inline="always")
+@_kernel
 def _place(keys: np.ndarray, pending: np.ndarray, n_best: int, key: int, i: int) -> int:
     """Put node i at its place among the best so far, in ascending order of keys; returns how many there are."""
     if n_best == keys.shape[0]:
@@ -835,14 +894,14 @@ class BeamPlan(_Growth):
         forest.spine.append(_new_spine(starts, 1))
         _grow_beams(
             forest.nodes, forest.n, forest.pending, forest.n_pending, starts.node, starts.n, token, logp, level,
-            self.top_k, forest.spine[-1],
+            np.empty(self.top_k, np.int64), forest.spine[-1],
         )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ one-level plans
 
 
-@njit(cache=True)
+@_kernel
 def _grow_static(
     nodes: np.ndarray,
     n: np.ndarray,
@@ -852,9 +911,9 @@ def _grow_static(
     slots: np.ndarray,
     ranks: np.ndarray,
     spine: np.ndarray,
+    place: np.ndarray,
 ) -> None:
-    """The listed nodes of every position whose candidates exist."""
-    place = np.empty(parents.shape[0] + 1, np.int32)  # forest node of each path; the root's stands last
+    """The listed nodes of every position whose candidates exist. `place` is scratch: the forest node of each path."""
     place[-1] = ROOT
     for t in range(nodes.shape[0]):
         row = nodes[t]
@@ -927,66 +986,71 @@ class StaticPlan(_Growth):
         ranks = np.array([path[-1] for path in self.paths], np.int32)
         _reserve(forest, len(self.paths))
         forest.spine.append(_new_spine(starts, self.n_slots))
-        _grow_static(forest.nodes, forest.n, token, logp, parents, slots, ranks, forest.spine[-1])
+        place = np.empty(len(self.paths) + 1, np.int32)
+        _grow_static(forest.nodes, forest.n, token, logp, parents, slots, ranks, forest.spine[-1], place)
 
 
-@njit(cache=True)
+_OPEN = np.dtype(
+    [("cum", np.int64), ("code", np.int64), ("parent", np.int32), ("slot", np.int32), ("rank", np.int32)], align=True
+)
+
+
+@_kernel
 def _grow_product(
     nodes: np.ndarray,
     n: np.ndarray,
     token: np.ndarray,
     logp: np.ndarray,
-    budget: int,
     n_slots: int,
     width: int,
     spine: np.ndarray,
+    line: np.ndarray,
 ) -> None:
     """Best first: take the best open node, then open its next sibling (in its place) and its first child.
 
-    An open node is worth cums[q] at slot depths[q]-1 with rank ranks[q] under parents[q]; codes[q] reads its path of
-    ranks as a number, so equal cumulative and depth fall by path. Both successors come after their node in that order.
+    Both come after it in the order. `line` is scratch _OPEN [budget + 1], the open nodes; `code` reads a node's path of
+    ranks as a number, so that equal cumulative and depth fall by path.
     """
-    cums, codes = np.empty(budget + 1, np.int64), np.empty(budget + 1, np.int64)
-    parents, slots, ranks = (
-        np.empty(budget + 1, np.int32),
-        np.empty(budget + 1, np.int32),
-        np.empty(budget + 1, np.int32),
-    )
-    width = min(width, token.shape[3])
     for t in range(nodes.shape[0]):
         row, n_open = nodes[t], 0
         if token[t, 0, 0, 0] >= 0:
-            cums[0], codes[0], parents[0], slots[0], ranks[0], n_open = logp[t, 0, 0, 0], 0, ROOT, 0, 0, 1
-        while n_open > 0 and n[t] < budget:
-            q = _best_open(cums, slots, codes, n_open)
-            i, cum, code, parent, k, r = n[t], cums[q], codes[q], parents[q], slots[q], ranks[q]
+            n_open = _open(line, 0, logp[t, 0, 0, 0], 0, ROOT, 0, 0)
+        while n_open > 0 and n[t] < line.shape[0] - 1:
+            q, i = _best_open(line, n_open), n[t]
+            cum, code, k, r = line[q].cum, line[q].code, line[q].slot, line[q].rank
             n[t] += 1
-            _insert(row, i, token[t, 0, k, r], parent, cum, k + 1, 0, 0, k, r + 1)
+            _insert(row, i, token[t, 0, k, r], line[q].parent, cum, k + 1, 0, 0, k, r + 1)
             if code == 0:
                 spine[t, 0, k] = i
             if r + 1 < width and token[t, 0, k, r + 1] >= 0:
-                cums[q], codes[q], ranks[q] = cum - logp[t, 0, k, r] + logp[t, 0, k, r + 1], code + 1, r + 1
+                line[q].cum, line[q].code, line[q].rank = cum - logp[t, 0, k, r] + logp[t, 0, k, r + 1], code + 1, r + 1
             else:
                 n_open -= 1
-                cums[q], codes[q], parents[q] = cums[n_open], codes[n_open], parents[n_open]
-                slots[q], ranks[q] = slots[n_open], ranks[n_open]
+                line[q] = line[n_open]
             if k + 1 < n_slots and token[t, 0, k + 1, 0] >= 0:
-                cums[n_open], codes[n_open], parents[n_open] = cum + logp[t, 0, k + 1, 0], code * width, i
-                slots[n_open], ranks[n_open] = k + 1, 0
-                n_open += 1
+                n_open = _open(line, n_open, cum + logp[t, 0, k + 1, 0], code * width, i, k + 1, 0)
 
 
-@njit(cache=True)
-def _best_open(cums: np.ndarray, slots: np.ndarray, codes: np.ndarray, n_open: int) -> int:
+@_kernel
+def _open(line: np.ndarray, q: int, cum: int, code: int, parent: int, slot: int, rank: int) -> int:
+    """Put an open node at q; returns q + 1."""
+    node = line[q]
+    node.cum, node.code, node.parent, node.slot, node.rank = cum, code, parent, slot, rank
+    return q + 1
+
+
+@_kernel
+def _best_open(line: np.ndarray, n_open: int) -> int:
     """Index of the first of the open nodes in the order (-cumulative, depth, path)."""
     best = 0
     for q in range(1, n_open):
-        if cums[q] != cums[best]:
-            is_better = cums[q] > cums[best]
-        elif slots[q] != slots[best]:
-            is_better = slots[q] < slots[best]
+        a, b = line[q], line[best]
+        if a.cum != b.cum:
+            is_better = a.cum > b.cum
+        elif a.slot != b.slot:
+            is_better = a.slot < b.slot
         else:
-            is_better = codes[q] < codes[best]
+            is_better = a.code < b.code
         if is_better:
             best = q
     return best
@@ -1027,7 +1091,8 @@ class ProductPlan(_Growth):
         token, logp, _ = _checked(expansion, starts, self.max_depth)
         _reserve(forest, self.budget)
         forest.spine.append(_new_spine(starts, self.max_depth))
-        _grow_product(forest.nodes, forest.n, token, logp, self.budget, self.max_depth, self.width, forest.spine[-1])
+        line, width = np.empty(self.budget + 1, _OPEN), min(self.width, token.shape[3])
+        _grow_product(forest.nodes, forest.n, token, logp, self.max_depth, width, forest.spine[-1], line)
 
 
 # ------------------------------------------------------------------------------------------------ one tree
