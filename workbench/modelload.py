@@ -71,13 +71,13 @@ class Loaded:
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Load weights and tokenizer of `name` strictly; raises InputError for what is absent, unfit or not supported."""
-    _quiet_progress()
-    source = find_source(name)
-    config = _from_pretrained("AutoConfig", source)
-    check_family(config)
-    model, info = _model(source, dtype)
-    _check_tensors(name, info)
-    tokenizer = _from_pretrained("AutoTokenizer", source)
+    with _quiet_library():
+        source = find_source(name)
+        config = _from_pretrained("AutoConfig", source)
+        check_family(config)
+        model, info = _model(source, dtype)
+        _check_tensors(name, info)
+        tokenizer = _from_pretrained("AutoTokenizer", source)
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:
@@ -228,7 +228,7 @@ def find_source(name: str) -> str:
 
 def _model(source: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model in `dtype` with the loader's report; safetensors first, else torch files read as weights only."""
-    options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
         return _from_pretrained("AutoModelForCausalLM", source, use_safetensors=True, **options)
     except InputError as error:
@@ -247,7 +247,11 @@ def _from_pretrained(kind: str, source: str, **options: Any) -> Any:
 
 
 def _check_tensors(name: str, info: dict[str, Any]) -> None:
-    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has unknown"), ("mismatched_keys", "misshapes")):
+    for key, what in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "has unknown"),
+        ("mismatched_keys", "has misshapen"),
+    ):
         if tensors := sorted(map(str, info.get(key) or ())):
             more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
             raise InputError(f"The target {name!r} {what} tensors: {', '.join(tensors[:3])}{more}.")
@@ -319,10 +323,18 @@ def _quiet_stderr() -> Iterator[None]:
         yield
 
 
-def _quiet_progress() -> None:
-    """No progress bars where nobody watches."""
-    if not sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from transformers.utils import logging
+@contextlib.contextmanager
+def _quiet_library() -> Iterator[None]:
+    """No load reports (their content becomes an error here), and no progress bars where nobody watches."""
+    from transformers.utils import logging
 
-            logging.disable_progress_bar()
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

@@ -82,12 +82,16 @@ def token_bits(key: int, tokens: Any) -> Any:
     return _mix((tokens + 1) * _signed(_GOLDEN) + _signed(key))
 
 
+def uniform(bits: Tensor) -> Tensor:
+    """Odd multiples of 2^-53 from the upper 53 of 64 random bits, float64: in (0, 1), never at its ends."""
+    return (_shifted(bits, 11) | 1).to(torch.float64).mul_(2.0**-53)
+
+
 def gumbel(seed: int, prompt: int, turn: int, position: int, n_vocab: int, device: Any = "cpu") -> Tensor:
     """Standard Gumbel noise of one position for every token id, float64 [V], from uniforms in (0, 1) of 53 bits."""
     tokens = torch.arange(n_vocab, dtype=torch.int64, device=device)
     bits = token_bits(stream_key(seed, prompt, turn, position), tokens)
-    uniform = (((bits >> 11) & ((1 << 53) - 1)) | 1).to(torch.float64).mul_(2.0**-53)  # odd / 2^53: never 0 nor 1
-    return uniform.log_().neg_().log_().neg_()
+    return uniform(bits).log_().neg_().log_().neg_()
 
 
 def processed_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
