@@ -26,7 +26,15 @@ from workbench.metrics import (
     tier_of_rank,
     tier_reading,
 )
-from workbench.report import QUANTITIES, aligned, format_rows, report_rows, summary
+from workbench.report import (
+    QUANTITIES,
+    aligned,
+    divergences,
+    format_divergences,
+    format_rows,
+    report_rows,
+    summary,
+)
 from workbench.schema import arrow_schema, to_table
 from workbench.stats import bootstrap
 from workbench.tree import beam_chain
@@ -167,9 +175,9 @@ def test_ranks_fall_into_their_tiers() -> None:
 
 def test_the_rank_head_s_reading_by_hand() -> None:
     #          tier 0 right twice, wrong once; tier 1 right once; tier 3 right once (rank 0 of ten offered)
-    tier = [0, 0, 0, 1, 3, -1, 3]
-    rank = [1, 1, 3, 2, 0, 1, 0]
-    offered = [10, 10, 10, 10, 10, 10, 4]  # the last slot's true tier is unknown, the one before has no prediction
+    tier = [0, 0, 0, 1, 3, -1, 3, 0]
+    rank = [1, 1, 3, 2, 0, 1, 0, 1]
+    offered = [10, 10, 10, 10, 10, 10, 4, 4]  # one slot has no prediction; of four offered, rank 0 tells no tier
     reading = tier_reading(tier, rank, offered)
     assert reading.confusion.tolist() == [[2, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
     assert reading.precision[[0, 1, 3]].tolist() == pytest.approx([2 / 3, 1.0, 1.0])
@@ -321,6 +329,14 @@ def test_summary_is_plain_json_with_nulls_for_nan(tables: tuple[pa.Table, pa.Tab
     plain = next(row for row in found["rows"] if row["policy"] == "plain")
     assert plain["draft_efficiency"] is None
     assert found["accept_at_depth"]["eagle3"]["n_tried"][0] == 8 and found["rank_head"] == {}
+
+
+def test_divergences_are_listed_with_their_gap(tables: tuple[pa.Table, pa.Table]) -> None:
+    found = divergences(tables[1])
+    assert [(d.policy, d.prompt_id, d.turn, d.position, d.gap) for d in found] == [("eagle3", "1", 0, 4, 1e-5)]
+    text = "eagle3 left plain decoding's text at position 4 of prompt 1, turn 1: the target's scores differ by 1e-05"
+    assert format_divergences(found) == text
+    assert format_divergences(found * 12).splitlines()[-1] == "... and 2 more"
 
 
 def test_an_answer_of_one_token_has_no_step_and_no_tau() -> None:

@@ -23,7 +23,8 @@ from tiny_drafters import save_drafter
 
 from workbench import trace as trace_module
 from workbench.record import main
-from workbench.recorder import divergence, load_arms, rotation, split_specs
+from workbench.recorder import divergence, rotation
+from workbench.recordrun import load_arms, split_specs
 from workbench.sampling import Sampling
 from workbench.target import Target, load_target
 from workbench.trace import Trace, open_trace

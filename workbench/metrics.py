@@ -195,10 +195,10 @@ def tier_reading(tier: ArrayLike, rank: ArrayLike, n_offered: ArrayLike) -> Tier
     """Reading of the rank head over slots [Q] whose earlier slots all drafted the committed token.
 
     These are exactly the `slot_*` entries of the steps table. Slots without a predicted tier (-1) are left out, and so
-    are those whose true tier is unknown: rank 0 among fewer than ten offered candidates.
+    are all that offered fewer than ten candidates: rank 0 would not tell their tier, and the rest alone would flatter.
     """
     tiers, ranks = np.asarray(tier, np.int64), np.asarray(rank, np.int64)
-    is_known = (tiers >= 0) & ((ranks > 0) | (np.asarray(n_offered) >= _TIER_BOUNDS[-1]))
+    is_known = (tiers >= 0) & (np.asarray(n_offered) >= _TIER_BOUNDS[-1])
     confusion = np.zeros((N_TIERS, N_TIERS), np.int64)
     np.add.at(confusion, (tier_of_rank(ranks[is_known]), tiers[is_known]), 1)
     return reading_of(confusion)

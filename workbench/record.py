@@ -11,8 +11,16 @@ import tyro
 from tqdm import tqdm
 
 from workbench.errors import InputError
-from workbench.recorder import RecordConfig, record
-from workbench.report import format_rank_reading, format_rows, rank_readings, report_rows, summary
+from workbench.recordrun import RecordConfig, record
+from workbench.report import (
+    divergences,
+    format_divergences,
+    format_rank_reading,
+    format_rows,
+    rank_readings,
+    report_rows,
+    summary,
+)
 from workbench.trace import open_trace
 
 
@@ -44,6 +52,8 @@ def _readout(config: RecordConfig) -> str:
         about: dict[str, Any] = {"trace": str(config.out), "problems": trace.run["problems"]}
         return json.dumps(about | summary(steps, episodes), ensure_ascii=False, allow_nan=False)
     tables = [format_rows(report_rows(steps, episodes))]
+    if found := divergences(episodes):
+        tables.append(format_divergences(found))
     tables += [format_rank_reading(policy, reading) for policy, reading in rank_readings(steps).items()]
     return "\n\n".join([*tables, f"Recorded in {config.out}"])
 

@@ -16,9 +16,8 @@ from workbench.schema import PLAIN
 from workbench.stats import Interval, bootstrap
 
 ALL_TASKS = "all"
-QUANTITIES = (
-    "n_steps", "n_committed", "n_accepted", "n_nodes", "n_forwards", "n_in_loop", "drafter_ms", "step_ms", "step_s",
-)  # fmt: skip
+FROM_TABLE = ("n_committed", "n_accepted", "n_nodes", "n_forwards", "drafter_ms")
+QUANTITIES = (*FROM_TABLE, "n_steps", "n_in_loop", "step_ms", "step_s")  # of a step, summed into measures
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,32 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Step quantities summed by prompt: `values[name]` and `outside[name]` (steps outside loops) are [P]."""
+class Columns:
+    """The steps table as arrays of R rows, read once."""
 
-    prompts: NDArray[np.int64]  # [P]
+    prompt: NDArray[np.int64]
+    policy: NDArray[np.object_]
+    is_in_loop: NDArray[np.bool_]
+    quantities: dict[str, NDArray[np.float64]]
+
+    def sums(self, policy: str, prompts: NDArray[np.int64]) -> Sums:
+        """A policy's quantities summed by prompt."""
+        chosen = (self.policy == policy) & np.isin(self.prompt, prompts)
+        outside = chosen & ~self.is_in_loop
+        return Sums(self._totals(chosen, prompts), self._totals(outside, prompts))
+
+    def _totals(self, chosen: NDArray[np.bool_], prompts: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        place = np.searchsorted(prompts, self.prompt[chosen])
+        return {
+            name: np.bincount(place, values[chosen], len(prompts)).astype(np.float64)
+            for name, values in self.quantities.items()
+        }
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Step quantities summed by prompt, [P] each; `outside` sums the steps outside loops only."""
+
     values: dict[str, NDArray[np.float64]]
     outside: dict[str, NDArray[np.float64]]
 
@@ -64,25 +85,25 @@ class Sums:
 def report_rows(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> list[Row]:
     """A row per policy and task, and one per policy over all tasks, in order of first appearance.
 
-    steps, episodes: tables of one run. Intervals are bootstrapped over prompts with `seed`.
+    steps, episodes: tables of one run. Intervals are bootstrapped over prompts with `seed`. Steps after a divergence
+    count like any other: they are real steps, on a text of their own.
     """
-    is_in_loop = _steps_in_loops(steps, episodes)
+    columns = _columns(steps, episodes)
     tasks = _values(episodes, "task")
     if len(tasks) != 1:
         tasks = [ALL_TASKS, *tasks]
     rows = []
     for policy in _values(episodes, "policy"):
         for task in tasks:
-            chosen = _of(episodes, policy, task)
-            if chosen.any():
-                rows.append(_row(steps, episodes.filter(pa.array(chosen)), is_in_loop, policy, task, seed))
+            chosen = episodes.filter(pa.array(_is_of(episodes, policy, task)))
+            if chosen.num_rows:
+                rows.append(_row(columns, chosen, policy, task, seed))
     return rows
 
 
-def _row(steps: pa.Table, episodes: pa.Table, is_in_loop: NDArray[np.bool_], policy: str, task: str, seed: int) -> Row:
+def _row(columns: Columns, episodes: pa.Table, policy: str, task: str, seed: int) -> Row:
     prompts = np.unique(episodes.column("prompt").to_numpy())
-    mine = _sums(steps, is_in_loop, _of(steps, policy, task), prompts)
-    plain = _sums(steps, is_in_loop, _of(steps, PLAIN, task), prompts)
+    mine, plain = columns.sums(policy, prompts), columns.sums(PLAIN, prompts)
     against = np.hstack([plain.columns("step_ms", "n_committed"), mine.columns("step_ms", "n_committed")])
     outside = np.stack([mine.outside[name] for name in DEFINITIONS["tau"].sums], axis=1)
     return Row(
@@ -97,17 +118,12 @@ def _row(steps: pa.Table, episodes: pa.Table, is_in_loop: NDArray[np.bool_], pol
         tau=bootstrap(mine.columns(*DEFINITIONS["tau"].sums), ratio, seed),
         tau_outside_loops=bootstrap(outside, ratio, seed),
         speedup=bootstrap(against, speedup, seed),
-        **{
-            name: mine.measure(name)
-            for name in (
-                "tokens_per_s",
-                "draft_share",
-                "draft_efficiency",
-                "loop_share",
-                "nodes_per_step",
-                "forwards_per_step",
-            )  # fmt: skip
-        },
+        tokens_per_s=mine.measure("tokens_per_s"),
+        draft_share=mine.measure("draft_share"),
+        draft_efficiency=mine.measure("draft_efficiency"),
+        loop_share=mine.measure("loop_share"),
+        nodes_per_step=mine.measure("nodes_per_step"),
+        forwards_per_step=mine.measure("forwards_per_step"),
     )
 
 
@@ -116,61 +132,60 @@ def _values(table: pa.Table, column: str) -> list[str]:
     return table.column(column).unique().to_pylist()
 
 
-def _of(table: pa.Table, policy: str, task: str) -> NDArray[np.bool_]:
+def _is_of(table: pa.Table, policy: str, task: str = ALL_TASKS) -> NDArray[np.bool_]:
     is_it = table.column("policy").to_numpy() == policy
     return is_it if task == ALL_TASKS else is_it & (table.column("task").to_numpy() == task)
 
 
-def _sums(
-    steps: pa.Table, is_in_loop: NDArray[np.bool_], chosen: NDArray[np.bool_], prompts: NDArray[np.int64]
-) -> Sums:
-    """Sums over the chosen steps by prompt; a prompt without steps has sums 0."""
-    quantities = _quantities(steps, is_in_loop)
-    chosen = chosen & np.isin(steps.column("prompt").to_numpy(), prompts)
-    place = np.searchsorted(prompts, steps.column("prompt").to_numpy()[chosen])
-    is_outside = ~is_in_loop[chosen]
-
-    def summed(of: NDArray[np.bool_] | slice) -> dict[str, NDArray[np.float64]]:
-        def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
-            return np.bincount(place[of], values[chosen][of], len(prompts)).astype(np.float64)
-
-        return {quantity: total(values) for quantity, values in quantities.items()}
-
-    return Sums(prompts, summed(slice(None)), summed(is_outside))
-
-
-def _quantities(steps: pa.Table, is_in_loop: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
-    """QUANTITIES of every step, [R] each."""
-    found = {name: steps.column(name).to_numpy() for name in QUANTITIES if name in steps.column_names}
+def _columns(steps: pa.Table, episodes: pa.Table) -> Columns:
+    is_in_loop = _steps_in_loops(steps, episodes)
+    found = {
+        name: steps.column(name).to_numpy().astype(np.float64) for name in QUANTITIES if name in steps.column_names
+    }
     found["n_steps"] = np.ones(steps.num_rows)
     found["n_in_loop"] = is_in_loop.astype(np.float64)
     times = ("drafter_ms", "verification_ms", "other_ms")
     found["step_ms"] = np.sum([steps.column(name).to_numpy() for name in times], axis=0)
     found["step_s"] = found["step_ms"] / 1000.0
-    return found
+    return Columns(steps.column("prompt").to_numpy(), steps.column("policy").to_numpy(), is_in_loop, found)
 
 
 def _steps_in_loops(steps: pa.Table, episodes: pa.Table) -> NDArray[np.bool_]:
     """Whether each step starts inside a loop of its own episode's text, [R]."""
     keys = ("prompt", "turn", "policy")
-    masks = {
-        key: loop_mask(tokens)
-        for *key_, tokens in zip(*(episodes.column(k).to_pylist() for k in keys), episodes.column("tokens").to_pylist())
-        for key in [tuple(key_)]
-    }
-    rows = zip(*(steps.column(k).to_pylist() for k in keys), steps.column("position").to_pylist())
-    return np.array([masks[(prompt, turn, policy)][position] for prompt, turn, policy, position in rows], bool)
+    texts = zip(*(episodes.column(key).to_pylist() for key in (*keys, "tokens")))
+    masks = {tuple(key): loop_mask(tokens) for *key, tokens in texts}
+    rows = zip(*(steps.column(key).to_pylist() for key in (*keys, "position")))
+    return np.array([masks[tuple(key)][position] for *key, position in rows], bool)
 
 
 def rank_readings(steps: pa.Table) -> dict[str, TierReading]:
-    """Reading of the rank head per policy whose drafter has one."""
+    """Reading of the rank head per policy whose drafter has one and whose plan asks it for enough candidates."""
     readings = {}
     for policy in _values(steps, "policy"):
-        chosen = steps.filter(pa.array(_of(steps, policy, ALL_TASKS)))
-        slots = [_flat(chosen, name) for name in ("slot_tier", "slot_rank", "slot_offered")]
-        if (slots[0] >= 0).any():
-            readings[policy] = tier_reading(*slots)
+        chosen = steps.filter(pa.array(_is_of(steps, policy)))
+        reading = tier_reading(*(_flat(chosen, name) for name in ("slot_tier", "slot_rank", "slot_offered")))
+        if reading.confusion.any():
+            readings[policy] = reading
     return readings
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """An episode whose text left plain decoding's: where, and the gap of the target's scores of the two tokens."""
+
+    policy: str
+    prompt_id: str
+    turn: int
+    position: int
+    gap: float
+
+
+def divergences(episodes: pa.Table) -> list[Divergence]:
+    """Every episode that diverged, in order."""
+    names = ("policy", "prompt_id", "turn", "divergence", "divergence_gap")
+    rows = zip(*(episodes.column(name).to_pylist() for name in names))
+    return [Divergence(*row) for row in rows if row[3] is not None]
 
 
 def _flat(table: pa.Table, column: str) -> NDArray[np.int64]:
@@ -187,13 +202,14 @@ def summary(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> dict[str, Any
             "speedup": {policy: {row.task: row.speedup.value for row in group} for policy, group in by_policy.items()},
             "rows": [asdict(row) for row in rows],
             "accept_at_depth": {policy: _depths(steps, policy) for policy in by_policy if policy != PLAIN},
+            "divergences": [asdict(divergence) for divergence in divergences(episodes)],
             "rank_head": {policy: asdict(reading) for policy, reading in rank_readings(steps).items()},
         }
     )
 
 
 def _depths(steps: pa.Table, policy: str) -> dict[str, Any]:
-    chosen = steps.filter(pa.array(_of(steps, policy, ALL_TASKS)))
+    chosen = steps.filter(pa.array(_is_of(steps, policy)))
     columns = (chosen.column(name).to_numpy(zero_copy_only=False) for name in ("n_accepted", "has_bonus", "tree_depth"))
     return asdict(accept_at_depth(*columns))
 
@@ -211,7 +227,19 @@ def _jsonable(value: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- as text
 
-_HEAD = ("policy", "task", "steps", "τ", "95 %", "τ outside loops", "tokens/s", "speedup", "95 %", "drafter share", "≠")
+_HEAD = (
+    "policy",
+    "task",
+    "steps",
+    "τ",
+    "95 %",
+    "τ outside loops",
+    "tokens/s",
+    "speedup",
+    "95 %",
+    "drafter share",
+    "diverged",
+)
 
 
 def format_rows(rows: Sequence[Row]) -> str:
@@ -233,6 +261,16 @@ def format_rows(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return aligned(lines, n_left=2)
+
+
+def format_divergences(found: Sequence[Divergence], n_most: int = 10) -> str:
+    """The first divergences, one line each, and how many more there are."""
+    lines = [
+        f"{d.policy} left plain decoding's text at position {d.position} of prompt {d.prompt_id}, turn {d.turn + 1}:"
+        f" the target's scores differ by {d.gap:.2g}"
+        for d in found[:n_most]
+    ]
+    return "\n".join(lines + [f"... and {len(found) - n_most} more"] * (len(found) > n_most))
 
 
 def format_rank_reading(policy: str, reading: TierReading) -> str:

@@ -91,7 +91,7 @@ def refuse_if_taken(folder: Path, is_resumed: bool) -> None:
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not os.access(nearest, os.W_OK):
         raise InputError(f"{folder}: cannot be written (no permission in {nearest}).")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(path.name == f".{RUN_FILE}.tmp" for path in folder.iterdir()):
         return
     if not is_resumed:
         raise InputError(f"{folder}: is not empty; choose another folder, or continue the run there with --resume.")
