@@ -342,8 +342,10 @@ class ParallelSpecNet(nn.Module):
         self.config = config
         size = config.hidden_size
         self.fc = nn.Linear(config.feature_size, size, bias=False)
-        self.mask_embed = nn.Parameter(torch.randn(config.n_slots - 1, size) * 0.02)
-        self.mask_stream = nn.Parameter(torch.randn(config.n_slots - 1, size) * 0.02)
+        self.mask_embed = nn.Parameter(torch.empty(config.n_slots - 1, size))
+        self.mask_stream = nn.Parameter(torch.empty(config.n_slots - 1, size))
+        nn.init.normal_(self.mask_embed, std=0.02)
+        nn.init.normal_(self.mask_stream, std=0.02)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
