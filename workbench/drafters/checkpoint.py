@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from workbench.drafters.nets import (
     N_RANK_TIERS,
@@ -84,10 +85,24 @@ def build_net(kind: str, config: Config) -> nn.Module:
     return {"specblock": SpecBlockNet, "eagle3": Eagle3Net, "parallelspec": ParallelSpecNet}[kind](config)
 
 
+class _NoValues(TorchFunctionMode):
+    """Leaves new parameters without values: on the meta device, giving them some imports torch's compiler (seconds)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def skeleton(kind: str, config: Config) -> nn.Module:
+    """The network of that kind on the meta device: names and shapes, no memory."""
+    with torch.device("meta"), _NoValues():
+        return build_net(kind, config)
+
+
 def load_net(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
     """The checkpoint's network in evaluation mode and without gradients."""
-    with torch.device("meta"):
-        net = build_net(checkpoint.kind, checkpoint.config)
+    net = skeleton(checkpoint.kind, checkpoint.config)
     state = {k: v.to(device=device, dtype=dtype) for k, v in checkpoint.state.items()}
     net.load_state_dict(state, strict=True, assign=True)
     return net.eval().requires_grad_(False)
@@ -280,9 +295,7 @@ def _read_state(
     file: TensorFile, kind: str, config: Config, sizes: tuple[int, int] | None, is_speculators: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(the network's weights, the vocabulary maps and embedding beside them), all names and shapes as expected."""
-    with torch.device("meta"):
-        net = build_net(kind, config)
-    shapes = {k: tuple(v.shape) for k, v in net.state_dict().items()}
+    shapes = {k: tuple(v.shape) for k, v in skeleton(kind, config).state_dict().items()}
     in_file = {_file_name(k, is_speculators): k for k in shapes}
     beside: dict[str, tuple[int, ...]] = {}
     if sizes is not None:
