@@ -78,7 +78,7 @@ def stream_key(seed: int, prompt: int, turn: int, position: int) -> int:
 
 
 def token_bits(key: int, tokens: Any) -> Any:
-    """64 random bits for each token id (int64, numpy or torch): number id of the SplitMix64 stream that starts at `key`."""
+    """64 random bits for each token id (int64, numpy or torch): output number id of the SplitMix64 stream `key`."""
     return _mix((tokens + 1) * _signed(_GOLDEN) + _signed(key))
 
 
