@@ -11,14 +11,70 @@ blocks under the starts the envelope chose. A start is known by the candidate th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from workbench.errors import InputError
-from workbench.tree import Expansion, Plan, Starts
+from workbench.tree import PADDING, ROOT, BeamPlan, BlockPlan, Expansion, Plan, Starts
 
+_MOST = 1_000
+NO_LOGP = -32767  # the log-probability that stands where there is no candidate
 LABEL = 1 << 24  # tokens from here on are labels, not token ids
+
+
+_ALL = 10_000  # a budget that no envelope fills
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The widest plans a recording answers: what is drafted at every position.
+
+    A block drafter offers `width` candidates at each slot of its first block, then of the blocks under the `starts[0]`
+    best nodes, and so on, a number of starts a level; only the last number may stand for several levels. "Best" is the
+    prune order of trees, over all candidates offered, equal (parent, token) merged, each node at most one block: the
+    block plan that keeps everything. A beam drafter grows a beam of `top_k` for `depth` levels behind the first. Any
+    other drafter offers `width` candidates a slot.
+    """
+
+    width: int = 10
+    starts: tuple[int, ...] = (24, 10)
+    depth: int = 7
+    top_k: int = 10
+
+    def __post_init__(self) -> None:
+        if any(n != self.starts[1] for n in self.starts[2:]):
+            raise InputError(f"an envelope takes one number of starts for all levels behind the second: {self.starts}")
+        for what, value in (("width", self.width), ("depth", self.depth), ("top_k", self.top_k), *self._named_starts()):
+            if type(value) is not int or not 0 < value <= _MOST:
+                raise InputError(f"envelope: {what} must be a whole number from 1 to {_MOST}, not {value!r}")
+
+    def _named_starts(self) -> list[tuple[str, int]]:
+        return [("starts", n) for n in self.starts]
+
+    def plan(self, kind: str, n_slots: int) -> Plan | None:
+        """The plan that picks the starts of a drafter kind with K slots; None where there is but one level."""
+        if kind == "eagle3":
+            return BeamPlan(depth=self.depth, top_k=self.top_k, budget=_ALL)
+        if kind != "specblock":
+            return None
+        w = self.width
+        return BlockPlan(
+            n_slots=n_slots, root_width=w, tier_widths=(w, w, w, w), plain_width=w, n_blocks=1 + len(self.starts),
+            budget=_ALL, has_give_up=False, is_lazy=False, first_start_cap=self.starts[0] if self.starts else None,
+            start_cap=self.starts[1] if len(self.starts) > 1 else None,
+        )  # fmt: skip
+
+    def width_of(self, kind: str) -> int:
+        """Candidates asked of each slot of a drafter kind."""
+        return self.top_k if kind == "eagle3" else self.width
+
+
+ENVELOPES: dict[str, Envelope] = {
+    "default": Envelope(),
+    "two-blocks": Envelope(starts=(24,)),
+    "small": Envelope(width=4, starts=(6,), depth=3, top_k=4),
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +129,75 @@ def starts_rows(starts: Starts, rows: slice | np.ndarray) -> Starts:
     return Starts(
         starts.node[rows], starts.token[rows], starts.level[rows], starts.start[rows], starts.slot[rows],
         starts.rank[rows], starts.n[rows],
+    )  # fmt: skip
+
+
+def root_starts(n_rows: int) -> Starts:
+    """The roots of R rows."""
+    whole, address = np.full((n_rows, 1), ROOT, np.int32), np.full((n_rows, 1), -1, np.int16)
+    return Starts(whole, whole, address, address, address, address, np.ones(n_rows, np.int32))
+
+
+def clean_level(expansion: Expansion, starts: Starts) -> PoolLevel:
+    """A level as it is recorded: nothing in padded columns, no node numbers."""
+    is_start = np.arange(starts.node.shape[1]) < starts.n[:, None]
+    node = np.where(is_start, np.minimum(starts.node, 0), PADDING).astype(np.int32)
+    token = np.where(is_start[..., None, None], expansion.token, -1).astype(np.int32)
+    return PoolLevel(
+        Expansion(
+            token=token,
+            logp=np.where(token < 0, NO_LOGP, expansion.logp).astype(np.int16),
+            tier=np.where(is_start[..., None], expansion.tier, -1).astype(np.int8),
+        ),
+        Starts(node, starts.token, starts.level, starts.start, starts.slot, starts.rank, starts.n),
+    )
+
+
+def stack_levels(parts: Sequence[Sequence[PoolLevel]], n_slots: int, width: int) -> list[PoolLevel]:
+    """Levels of consecutive rows as one, padded to the most starts; a part may end at an earlier level than others."""
+    n_rows = [len(levels[0].starts.n) for levels in parts]
+    n_levels = max((len(levels) for levels in parts), default=1)
+    out = []
+    for i in range(n_levels):
+        filled = [levels[i] if i < len(levels) else _no_starts(n, n_slots, width) for levels, n in zip(parts, n_rows)]
+        filled = filled or [_no_starts(0, n_slots, width)]
+        n_starts = max(level.starts.node.shape[1] for level in filled)
+        wide = [_widened(level, n_starts) for level in filled]
+        out.append(
+            PoolLevel(
+                Expansion(*(np.concatenate([getattr(x.expansion, f.name) for x in wide]) for f in fields(Expansion))),
+                Starts(*(np.concatenate([getattr(x.starts, f.name) for x in wide]) for f in fields(Starts))),
+            )
+        )
+    return out
+
+
+def _no_starts(n_rows: int, n_slots: int, width: int) -> PoolLevel:
+    expansion = Expansion(
+        np.empty((n_rows, 0, n_slots, width), np.int32),
+        np.empty((n_rows, 0, n_slots, width), np.int16),
+        np.empty((n_rows, 0, n_slots), np.int8),
+    )
+    whole, address = np.empty((n_rows, 0), np.int32), np.empty((n_rows, 0), np.int16)
+    return PoolLevel(expansion, Starts(whole, whole, address, address, address, address, np.zeros(n_rows, np.int32)))
+
+
+def _widened(level: PoolLevel, n_starts: int) -> PoolLevel:
+    """The level with padding up to `n_starts` columns."""
+    n_more = n_starts - level.starts.node.shape[1]
+    if not n_more:
+        return level
+
+    def padded(x: np.ndarray, value: int) -> np.ndarray:
+        return np.pad(x, [(0, 0), (0, n_more)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+
+    e, s = level.expansion, level.starts
+    return PoolLevel(
+        Expansion(padded(e.token, -1), padded(e.logp, NO_LOGP), padded(e.tier, -1)),
+        Starts(
+            padded(s.node, PADDING), padded(s.token, -1), padded(s.level, -1), padded(s.start, -1),
+            padded(s.slot, -1), padded(s.rank, -1), s.n,
+        ),
     )  # fmt: skip
 
 
