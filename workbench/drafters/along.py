@@ -230,7 +230,8 @@ class BranchingRows:
                 above = bank[layer][self.position[:, None, None], blocks].flatten(2, 3)  # [T, S, D * K, h_kv, d]
                 own.append(torch.cat([above, new], 2).permute(0, 3, 1, 2, 4).contiguous())
                 bank[layer] = torch.cat([bank[layer], new], 1)
-    XX rows.back(attend_groups(rows.queries(q), n_context, *context, *own, mask))
+            context = cache.keys[layer][0], cache.values[layer][0]
+            return rows.back(attend_groups(rows.queries(q), n_context, *context, own[0], own[1], mask))
 
         return attend
 
