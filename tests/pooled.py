@@ -91,9 +91,9 @@ def _stacked(parts: Sequence[tuple[Starts, Expansion] | None]) -> PoolLevel:
         a = getattr(like, name)
         return stack([getattr(part[1], name) if part else None for part in parts], a.shape[2:], fill, a.dtype)
 
-    names = {"node": (-2, np.int32), "token": (-1, np.int32)} | {
-        name: (-1, np.int16) for name in ("level", "start", "slot", "rank")
-    }
+    names = {"node": (-2, np.int32), "token": (-1, np.int32)} | dict.fromkeys(
+        ("level", "start", "slot", "rank"), (-1, np.int16)
+    )
     n = np.array([part[0].n[0] if part else 0 for part in parts], np.int32)
     starts = Starts(*(of_starts(name, *how) for name, how in names.items()), n)
     return PoolLevel(Expansion(of_expansion("token", -1), of_expansion("logp", 0), of_expansion("tier", -1)), starts)

@@ -14,7 +14,7 @@ from workbench.decode import decode
 from workbench.outcomes import outcome_table
 from workbench.policy import Arm
 from workbench.pools import DraftPools, Text
-from workbench.recorded import Recording, RecordedTarget, record_answer
+from workbench.recorded import RecordedTarget, Recording, record_answer
 from workbench.replaysteps import step_rows
 from workbench.sampling import Sampling
 from workbench.target import Target
@@ -52,7 +52,9 @@ class Rig:
 def rig(request: Any, make_target: Any) -> Rig:
     target = make_target(vocab_size=16, sharpness=2.0)
     recordings = [record_answer(target, p, request.param, 0, ROOM, set(STOP_IDS)) for p in PROMPTS]
-    drafters = {kind: random_drafter(kind, target) for kind in ("specblock", "eagle3", "medusa", "parallelspec", "lookup")}
+    drafters = {
+        kind: random_drafter(kind, target) for kind in ("specblock", "eagle3", "medusa", "parallelspec", "lookup")
+    }
     pools = {
         kind: live_pools(d, recordings, envelope(kind, d.n_slots, 1 if kind == "lookup" else 10))
         for kind, d in drafters.items()

@@ -91,9 +91,7 @@ def prompt_draw_key(prompt_tokens: Sequence[int] | NDArray[np.int32], turn: int)
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def uniforms(
-    policy_seed: NDArray[np.uint64], prompt: NDArray[np.uint64], step: NDArray[np.int32], n: int
-) -> Floats:
+def uniforms(policy_seed: NDArray[np.uint64], prompt: NDArray[np.uint64], step: NDArray[np.int32], n: int) -> Floats:
     """Draws in (0, 1), [B, n], a hash of (policy seed [B], prompt key [B], step [B], index)."""
     if n == 0:
         return np.empty((len(step), 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from workbench.cells import ALL_TASKS, aligned, jsonable, number, span
 from workbench.metrics import DEFINITIONS, TierReading, accept_at_depth, loop_mask, ratio, speedup, tier_reading
 from workbench.schema import PLAIN
 from workbench.stats import Interval, bootstrap
 
-ALL_TASKS = "all"
 FROM_TABLE = ("n_committed", "n_accepted", "n_nodes", "n_forwards", "drafter_ms")
 QUANTITIES = (*FROM_TABLE, "n_steps", "n_in_loop", "step_ms", "step_s")  # of a step, summed into measures
 
@@ -196,7 +196,7 @@ def summary(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> dict[str, Any
     """The report as plain JSON values, null where nothing was measured. Others rely on the key `tau[policy][task]`."""
     rows = report_rows(steps, episodes, seed)
     by_policy = {policy: [row for row in rows if row.policy == policy] for policy in _values(episodes, "policy")}
-    return _jsonable(
+    return jsonable(
         {
             "tau": {policy: {row.task: row.tau.value for row in group} for policy, group in by_policy.items()},
             "speedup": {policy: {row.task: row.speedup.value for row in group} for policy, group in by_policy.items()},
@@ -212,17 +212,6 @@ def _depths(steps: pa.Table, policy: str) -> dict[str, Any]:
     chosen = steps.filter(pa.array(_is_of(steps, policy)))
     columns = (chosen.column(name).to_numpy(zero_copy_only=False) for name in ("n_accepted", "has_bonus", "tree_depth"))
     return asdict(accept_at_depth(*columns))
-
-
-def _jsonable(value: Any) -> Any:
-    """Arrays as lists, NaN as null."""
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return _jsonable(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------- as text
@@ -249,12 +238,12 @@ def format_rows(rows: Sequence[Row]) -> str:
             row.policy,
             row.task,
             str(row.n_steps),
-            _number(row.tau.value, 2),
-            _range(row.tau),
-            _number(row.tau_outside_loops.value, 2),
-            _number(row.tokens_per_s, 1),
-            _number(row.speedup.value, 2),
-            _range(row.speedup),
+            number(row.tau.value, 2),
+            span(row.tau),
+            number(row.tau_outside_loops.value, 2),
+            number(row.tokens_per_s, 1),
+            number(row.speedup.value, 2),
+            span(row.speedup),
             "–" if math.isnan(row.draft_share) else f"{row.draft_share:.0%}",
             str(row.n_diverged),
         )
@@ -279,26 +268,5 @@ def format_rank_reading(policy: str, reading: TierReading) -> str:
     for tier, ranks in enumerate(("1", "2–4", "5–10", "beyond 10")):
         rates = (reading.precision[tier], reading.recall[tier], reading.f1[tier])
         slots = str(int(reading.confusion[tier].sum()))
-        lines.append((f"tier {tier} (rank {ranks})", slots, *(_number(float(rate), 2) for rate in rates)))
+        lines.append((f"tier {tier} (rank {ranks})", slots, *(number(float(rate), 2) for rate in rates)))
     return aligned(lines, n_left=1)
-
-
-def aligned(lines: Sequence[Sequence[str]], n_left: int) -> str:
-    """Cells in columns: the first `n_left` flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(_cells(line, widths, n_left)).rstrip() for line in lines)
-
-
-def _cells(line: Sequence[str], widths: Sequence[int], n_left: int) -> Iterator[str]:
-    for i, (cell, width) in enumerate(zip(line, widths)):
-        yield cell.ljust(width) if i < n_left else cell.rjust(width)
-
-
-def _number(value: float, digits: int) -> str:
-    return "–" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _range(interval: Interval) -> str:
-    if math.isnan(interval.low):
-        return "–"
-    return f"{interval.low:.2f}–{interval.high:.2f}"

@@ -6,6 +6,7 @@ order of (depth, level, start, slot). The rows' trees are grown once more, so th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,12 @@ class SlotTable:
         return SlotTable(np.concatenate([[0], np.cumsum(n_kept)]), self.values[is_kept])
 
 
+def joined_slots(tables: Sequence[SlotTable]) -> SlotTable:
+    """Tables of consecutive rows as one."""
+    counts = [np.diff(table.offset) for table in tables]
+    return SlotTable(np.cumsum(np.concatenate([[0], *counts])), np.concatenate([table.values for table in tables]))
+
+
 def slot_table(plan: Plan, pools: DraftPools, text: Text, rows: NDArray[np.int64]) -> SlotTable:
     """Slots of the steps that start at `rows` [R], in that order, as far as the text goes."""
     check_covered(plan, pools, text)
@@ -78,7 +85,9 @@ def _chunk(plan: Plan, source: TraceSource, span: Span) -> tuple[NDArray[np.int6
     for level in range(n_levels):
         e = source.levels[level][1]
         width = min(plan.width, e.token.shape[3])
-        _read(level, e.token, e.tier, width, address, trees.parent, trees.n, path, span.token, span.begin, values, count)
+        _read(
+            level, e.token, e.tier, width, address, trees.parent, trees.n, path, span.token, span.begin, values, count
+        )
     return count, values[np.arange(n_most) < count[:, None]]
 
 

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from workbench.errors import InputError
 from workbench.forwards import forward_counts
 from workbench.outcomes import OutcomeTable
-from workbench.policy import Feedback, FlatCost, Observation, Policy, StepCost, StepWork, kept, prompt_draw_key, uniforms
+from workbench.policy import (
+    Feedback,
+    FlatCost,
+    Observation,
+    Policy,
+    StepCost,
+    StepWork,
+    kept,
+    prompt_draw_key,
+    uniforms,
+)
 from workbench.pools import Text
 from workbench.source import kernel
 
