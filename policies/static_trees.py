@@ -18,7 +18,7 @@ Path = tuple[int, ...]
 
 
 def expected_tokens(paths: tuple[Path, ...], by_slot: NDArray[np.float64]) -> float:
-    """Sum over the nodes of the product of their path's probabilities; by_slot [K, W] is P(rank r is right at slot k)."""
+    """Sum over the nodes of the product of their path's probabilities by_slot [K, W]: P(rank r is right at slot k)."""
     return float(sum(np.prod([by_slot[k, r] for k, r in enumerate(path)]) for path in paths))
 
 
@@ -65,7 +65,7 @@ def sequoia_tree(by_rank: NDArray[np.float64], budget: int, max_depth: int) -> S
 def _sequoia_tables(
     by_rank: NDArray[np.float64], budget: int, max_depth: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """best[d, n, b]: most tokens expected below a node, with n nodes of depth at most d and the first b ranks as children.
+    """best[d, n, b]: most tokens expected below a node: n nodes, depth at most d, the first b ranks as children.
 
     split[d, n, b]: how many of the n stand at and below the child of rank b (0 = none).
     """

@@ -61,6 +61,7 @@ class Thompson:
     def update(self, state: Moments, arm: NDArray[np.int64], feedback: Feedback) -> Moments:
         """Add the step to its arm."""
         at, tokens, ms = (np.arange(len(arm)), arm), feedback.n_committed.astype(np.float64), feedback.ms
-        for sums, value in zip(state, (1.0, tokens, ms, tokens**2, tokens * ms, ms**2)):
+        values = (np.ones(len(arm)), tokens, ms, tokens**2, tokens * ms, ms**2)
+        for sums, value in zip(state, values):
             sums[at] += value
         return state

@@ -19,7 +19,7 @@ BLOCK_ENVELOPE = BlockPlan(
 
 
 def _offers(rng: np.random.Generator, n_slots: int, has_tiers: bool, sureness: float) -> Callable:
-    """Candidates of random sureness: log-probabilities of softmax(sureness · exponential gaps), tiers from the top's."""
+    """Candidates of random sureness: log-probabilities of a softmax over random gaps, tiers from the top's."""
 
     def expand(level: int, starts: Starts, width: int) -> Expansion:
         shape = (*starts.node.shape, n_slots)

@@ -1,4 +1,4 @@
-"""The hindsight oracle: the fewest steps that any choice of arms could have taken. It sees the future, so it is no policy."""
+"""The hindsight oracle: the fewest steps any choice of arms could take. It sees the future, so it is no policy."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class StepWork(NamedTuple):
     """What B steps cost, in counts."""
 
-    drafter: NDArray[np.int64]  # [B], index into the drafters' names
+    drafter: NDArray[np.int32]  # [B], index into the drafters' names
     n_nodes: NDArray[np.int32]  # [B]
     n_forwards: NDArray[np.int64]  # [B], of the drafter
     n_rows: NDArray[np.int64]  # [B], rows of all those forwards

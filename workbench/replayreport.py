@@ -81,7 +81,7 @@ class _Sums:
         """Sums of one quantity [R], over some steps if chosen."""
         place = self.place if chosen is None else self.place[chosen]
         values = values if chosen is None else values[chosen]
-        return np.bincount(place, values.astype(np.float64), self.n_prompts)
+        return np.bincount(place, values.astype(np.float64), self.n_prompts).astype(np.float64)
 
     def tau(self, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
         """Committed tokens and steps, [P, 2]."""

@@ -73,7 +73,7 @@ def _chunk(plan: Plan, source: TraceSource, span: Span) -> tuple[NDArray[np.int6
     n_levels = 1 if plan.kind in PARALLEL_KINDS else len(source.levels)
     n_most = sum(starts.node.shape[1] for starts, _ in source.levels[:n_levels]) * plan.n_slots
     values, count = np.empty((n_rows, n_most, len(FIELDS)), np.int16), np.zeros(n_rows, np.int64)
-    address = trees.level, trees.start, trees.slot
+    tree = trees.level, trees.start, trees.slot, trees.parent
     if plan.kind in PARALLEL_KINDS:
         _parallel_places(path, n_path, span.n, plan.n_slots, values, count)
     else:
@@ -85,9 +85,7 @@ def _chunk(plan: Plan, source: TraceSource, span: Span) -> tuple[NDArray[np.int6
     for level in range(n_levels):
         e = source.levels[level][1]
         width = min(plan.width, e.token.shape[3])
-        _read(
-            level, e.token, e.tier, width, address, trees.parent, trees.n, path, span.token, span.begin, values, count
-        )
+        _read(level, e.token, e.tier, width, tree, trees.n, path, span.token, span.begin, values, count)
     return count, values[np.arange(n_most) < count[:, None]]
 
 
@@ -213,8 +211,7 @@ def _read(
     token: np.ndarray,
     tier: np.ndarray,
     width: int,
-    address: tuple[np.ndarray, np.ndarray, np.ndarray],
-    parent: np.ndarray,
+    tree: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     n: np.ndarray,
     path: np.ndarray,
     text: np.ndarray,
@@ -223,7 +220,7 @@ def _read(
     count: np.ndarray,
 ) -> None:
     """Tier, rank of the wanted token, candidates offered and candidates in the tree, of the slots of one level."""
-    in_level, in_start, in_slot = address
+    in_level, in_start, in_slot, parent = tree
     for t in range(values.shape[0]):
         for q in range(count[t]):
             entry = values[t, q]

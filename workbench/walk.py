@@ -173,7 +173,7 @@ class Streams:
 
 
 def streams(n_episodes: int, n_seeds: int = 1, n_orders: int = 1) -> Streams:
-    """Policy seeds 0 .. n_seeds - 1 on each of n_orders orders of the episodes: the recorded one, then shuffled ones."""
+    """Policy seeds 0 .. n_seeds - 1 on each of n_orders orders of the episodes: as recorded, then shuffled."""
     if n_seeds < 1 or n_orders < 1:
         raise InputError(f"a walk needs at least 1 seed and 1 order, not {n_seeds} and {n_orders}")
     orders = [np.arange(n_episodes, dtype=np.int32)]
