@@ -156,7 +156,7 @@ def _from_json(entry: Any, name: str, ranks: Ranks | None) -> tuple[str, Policy]
     kind = entry.pop("policy", None)
     if kind is None:
         return name, Fixed(_arm_from_json(entry, name, ranks))
-    if kind not in CATALOGUE:
+    if kind not in tuple(CATALOGUE):
         raise InputError(f"no policy {str(kind)[:80]!r}; there are {', '.join(CATALOGUE)}")
     arms = entry.pop("arms", None)
     if not isinstance(arms, list):
@@ -171,6 +171,6 @@ def _arm_from_json(entry: Any, name: str, ranks: Ranks | None) -> Arm:
         return parse_arm(entry, ranks)
     if not isinstance(entry, dict) or not {"drafter", "plan"} <= set(entry) <= {"drafter", "plan", "name"}:
         raise InputError("an arm is a spec or an object with drafter and plan")
-    if entry["drafter"] not in DRAFTER_PLAN_KINDS:
+    if entry["drafter"] not in tuple(DRAFTER_PLAN_KINDS):
         raise InputError(f"no drafter {str(entry['drafter'])[:80]!r}; there are {', '.join(DRAFTER_PLAN_KINDS)}")
     return Arm(str(entry.get("name", name)), entry["drafter"], plan_from_dict(entry["plan"]))
