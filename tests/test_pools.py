@@ -6,16 +6,32 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tiny_drafters import KINDS, random_drafter
 
+from workbench import poolnames
+from workbench.outcomes import outcome_table
+from workbench.poolnames import labelled, named, regrow
 from workbench.poolrecorder import record_pools
-from workbench.pools import DraftPools, Envelope, PoolLevel, clean_level, root_starts
+from workbench.pools import LABEL, DraftPools, Envelope, PoolLevel, Text, clean_level, root_starts
+from workbench.poolstore import WRITING, PoolShape, pool_table, pools_from, shape_of
 from workbench.recorded import Recording, record_answer
 from workbench.sampling import Sampling
 from workbench.target import Target
-from workbench.tree import Expansion, Starts, grow
+from workbench.tree import BeamPlan, BlockPlan, Expansion, Plan, ProductPlan, Starts, grow
 
+PLANS: dict[str, list[Plan]] = {
+    "specblock": [
+        BlockPlan(root_width=5, tier_widths=(2, 3, 5, 0), budget=20),
+        BlockPlan(root_width=3, tier_widths=(1, 2, 3, 4), budget=12, n_blocks=3, is_merging=False),
+        BlockPlan(root_width=5, tier_widths=(5, 5, 5, 5), budget=60, n_blocks=3, start_cap=3),
+    ],
+    "eagle3": [BeamPlan(depth=3, top_k=4, budget=20), BeamPlan(depth=2, top_k=2, budget=7)],
+    "medusa": [ProductPlan(budget=15, width=5)],
+    "parallelspec": [ProductPlan(budget=15, width=5)],
+}
 TINY = Envelope(width=5, starts=(6, 3), depth=3, top_k=4)
 
 
@@ -69,3 +85,50 @@ def test_the_fast_recorder_equals_the_live_drafter(kind: str, target: Target, re
     assert pools.n_rows == len(recording.tokens) - 1
     for row in range(pools.n_rows):
         assert_same_row(pools, row, live_pool(drafter, TINY, recording, row + 1))
+
+
+def text_of(r: Recording, room: int = 99) -> Text:
+    """The one episode of a recording."""
+    return Text(
+        token=np.array(r.tokens, np.int32),
+        offset=np.array([0, len(r.tokens)]),
+        prompt=[0],
+        prompt_id=["p"],
+        task=["t"],
+        turn=[0],
+        prompt_tokens=[np.array(r.prompt_ids, np.int32)],
+        room=np.array([room], np.int32),
+        stop_ids=(),
+    )
+
+
+def assert_same_pools(a: DraftPools, b: DraftPools) -> None:
+    assert (a.kind, a.n_slots, a.has_tiers, a.envelope) == (b.kind, b.n_slots, b.has_tiers, b.envelope)
+    assert len(a.levels) == len(b.levels)
+    for x, y in zip(a.levels, b.levels):
+        for one, other in ((x.expansion, y.expansion), (x.starts, y.starts)):
+            for f in fields(one):
+                np.testing.assert_array_equal(getattr(one, f.name), getattr(other, f.name), f.name)
+                assert getattr(one, f.name).dtype == getattr(other, f.name).dtype, f.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read(
+    kind: str, target: Target, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few ids named, so that labels stand in trees and among starts; a plan's outcomes do not change by it."""
+    monkeypatch.setattr(poolnames, "N_NAMED", 6)
+    drafter, text = random_drafter(kind, target), text_of(recording)
+    pools = record_pools(drafter, TINY, recording.prompt_ids, recording.tokens, recording.features, recording.final)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pool_table(pools, text), sink, **WRITING)
+    shape = PoolShape.from_dict(kind, shape_of(pools).to_dict(), "here")
+    back = pools_from(pq.read_table(pa.BufferReader(sink.getvalue())), shape, "here")
+    assert_same_pools(back, labelled(pools, named(pools, text)))
+    assert (back.levels[-1].expansion.token >= LABEL).any() == (pools.envelope is not None)
+    for plan in PLANS[kind]:
+        whole, short = (outcome_table(plan, x, text) for x in (pools, back))
+        for f in fields(whole):
+            np.testing.assert_array_equal(getattr(whole, f.name), getattr(short, f.name), f.name)
+    if back.envelope is not None:
+        assert regrow(back).forest.n.tolist() == regrow(pools).forest.n.tolist()  # merging survives the labels
