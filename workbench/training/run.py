@@ -121,7 +121,8 @@ def train(args: TrainArgs) -> dict[str, Any]:
 def export(trainer: Trainer, folder: Path, card: dict[str, Any]) -> None:
     """Write the checkpoint folder: weights that take raw features, and card.json."""
     kind = trainer.config.kind
-    save_checkpoint(folder, kind, trainer.exported(), np.asarray(trainer.draft_ids), None)
+    extra = {"target_vocab_size": trainer.config.net.vocab_size} if kind == "medusa" else None
+    save_checkpoint(folder, kind, trainer.exported(), np.asarray(trainer.draft_ids), extra)
     (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n")
 
 
