@@ -1,4 +1,4 @@
-"""Choose, per drafter, the plan that is fastest on this machine: measured on the built-in prompts, never on report ones.
+"""Choose, per drafter, the plan that is fastest on this machine, measured on built-in prompts (never on report ones).
 
     python scripts/choose_plans.py --out runs/choose --limit 12 --max-new-tokens 64 --results docs/results/plans.json
 
