@@ -29,6 +29,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _WRAP = 1 << 64
+_NUCLEUS_FIRST_LOOK = 256
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,31 @@ def processed_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities after temperature, then top-k, then top-p, float64 [V]; removed tokens are -inf.
 
     Order and edge rules are those of Hugging Face's processors (`TemperatureLogitsWarper`, `TopKLogitsWarper`,
-    `TopPLogitsWarper`): top-k keeps ties of the k-th value, top-p at least one token. temperature must be above 0.
+    `TopPLogitsWarper`): top-k keeps ties of the k-th value, top-p at least one token. Where equal values straddle the
+    top-p cut, all of them stay (there, the library's choice falls by sort order). temperature must be above 0.
     """
     scores = logits.to(torch.float64) / sampling.temperature  # [V]
     if 0 < sampling.top_k < scores.numel():
         scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[-1], -math.inf)
     if sampling.top_p < 1:
-        ascending, order = torch.sort(scores, stable=True)
-        is_out = torch.softmax(ascending, -1).cumsum(-1) <= 1 - sampling.top_p
-        is_out[-1] = False
-        scores = scores.index_fill(0, order[is_out], -math.inf)
+        scores = scores.masked_fill(scores < _nucleus_floor(scores, sampling.top_p), -math.inf)
     return torch.log_softmax(scores, -1)
+
+
+def _nucleus_floor(scores: Tensor, top_p: float) -> Tensor:
+    """The smallest score that top-p keeps: a token stays while the tokens above it hold less than top_p.
+
+    Looks at the best scores only, and at more of them while the cut lies beyond: a full sort costs as much as a step.
+    """
+    log_total, n = torch.logsumexp(scores, -1), _NUCLEUS_FIRST_LOOK
+    while True:
+        n = min(n, scores.numel())
+        best = torch.topk(scores, n).values
+        held = (best - log_total).exp().cumsum(-1)
+        n_kept = 1 + int((held[:-1] < top_p).sum())
+        if n_kept < n or n == scores.numel():
+            return best[n_kept - 1]
+        n *= 8
 
 
 class Chooser:
