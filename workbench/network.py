@@ -167,7 +167,7 @@ class Network:
         return self.head(final)
 
     def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [M, heads, D], keys and values [M, n_kv, D] of rows x [M, H]; tables of the rows' angles [M, 1, D]."""
+        """Queries [M, heads, D], keys and values [M, n_kv, D] of rows x [M, H]; angle tables of the rows [M, 1, D]."""
         n_qk = self.n_heads + self.n_kv
         heads = layer.qkv(layer.input_norm(x)).view(len(x), n_qk + self.n_kv, self.head_dim)
         qk = heads[:, :n_qk]
