@@ -75,6 +75,7 @@ class Cache:
         shape = (len(network.layers), 2, network.n_kv, capacity, network.head_dim)
         self.data = torch.empty(shape, dtype=network.dtype, device=network.device)
         self.capacity = capacity
+        network.rotary(capacity)  # now, not in the middle of a timed step
         self.layers = [(layer[0], layer[1]) for layer in self.data]  # (keys, values), each [n_kv, capacity, head_dim]
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
@@ -128,7 +129,8 @@ class Network:
     def rotary(self, n_positions: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin of positions 0..n-1 or more, each [n, 1, head_dim], from the model's own rotary module."""
         if self._table is None or len(self._table[0]) < n_positions:
-            positions = torch.arange(n_positions, device=self.device)[None]
+            n_known = 0 if self._table is None else len(self._table[0])
+            positions = torch.arange(max(n_positions, 2 * n_known), device=self.device)[None]
             cos, sin = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions)
             half = cos.shape[-1] // 2
             signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
