@@ -71,7 +71,7 @@ class Loaded:
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Load weights and tokenizer of `name` strictly; raises InputError for what is absent, unfit or not supported."""
-    with _quiet_library():
+    with quiet_library():
         source = find_source(name)
         config = _from_pretrained("AutoConfig", source)
         check_family(config)
@@ -324,7 +324,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_library() -> Iterator[None]:
+def quiet_library() -> Iterator[None]:
     """No load reports (their content becomes an error here), and no progress bars where nobody watches."""
     from transformers.utils import logging
 
