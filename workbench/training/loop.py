@@ -27,6 +27,7 @@ from workbench.training.objectives import (
     parallelspec_objective,
     specblock_objective,
 )
+from workbench.training.rankfit import RankFitConfig, collect_rows, fit_rank_head
 
 KINDS = ("specblock", "eagle3", "medusa", "parallelspec")
 
@@ -47,6 +48,7 @@ class TrainConfig:
     warmup_share: float = 0.03
     clip_norm: float = 1.0
     held_out_share: float = 0.04
+    n_rank_fit: int = 60_000  # SpecBlock: positions whose slots the rank head is fitted to at the end; 0 = not
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -209,9 +211,25 @@ class Trainer:
                 self.epoch, self.index = self.epoch + 1, 0
                 self.store = FeatureStore(self.store.root)  # a store still being written: take what has come
                 self.train, self.held_out = self.store.split(self.config.held_out_share)
+        self.finish()
         self.save()
         self.log("held_out", self.evaluate(), None)
         bar.close()
+
+    def finish(self) -> None:
+        """With the drafter still, fit SpecBlock's rank head to the slots of `n_rank_fit` training positions."""
+        net, config = self.net, self.config
+        if not (isinstance(net, SpecBlockNet) and net.config.has_rank_head and config.n_rank_fit):
+            return
+        net.eval()
+        parts, n_seen, generator = [], 0, torch.Generator().manual_seed(config.seed)
+        for group in batches(self.train, config.batch_tokens, config.seed, self.epoch + 1):
+            if n_seen >= config.n_rank_fit:
+                break
+            batch = self.load(group)
+            parts.append(collect_rows(self.objective, batch, generator))
+            n_seen += batch.n_positions
+        fit_rank_head(net, parts, RankFitConfig(), config.objective.rank_budget_per_tier, config.seed)
 
     def load(self, answers: list[Any]) -> Batch:
         return self.store.batch(answers, self.scale, self.to_draft).to(self.device)
