@@ -216,6 +216,7 @@ def test_chosen_frequencies() -> None:
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 1e-308}, "temperature"),  # logits divided by it are beyond float64
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"top_p": math.nan}, "top_p"),
@@ -223,11 +224,19 @@ def test_chosen_frequencies() -> None:
         ({"top_k": 2.5}, "top_k"),
         ({"top_k": True}, "top_k"),
         ({"seed": 0.5}, "seed"),
+        ({"seed": 2**63}, "seed"),  # a trace holds 64 bits of it
+        ({"seed": -(2**63) - 1}, "seed"),
     ],
 )
 def test_bad_values_are_named(bad: dict, word: str) -> None:
     with pytest.raises(InputError, match=word):
         Sampling(**bad)
+
+
+def test_the_coldest_sampling_is_greedy() -> None:
+    logits = torch.tensor([2.0, -3.0, 2.001, 1e4, -1e4], dtype=torch.float64)
+    for seed in (-(2**63), 2**63 - 1):
+        assert Chooser(Sampling(1e-6, seed=seed), [1], 0)(logits, 0) == 3
 
 
 def test_noise_is_the_same_on_cuda() -> None:

@@ -30,6 +30,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _WRAP = 1 << 64
 _NUCLEUS_FIRST_LOOK = 256
+LEAST_TEMPERATURE = 1e-6  # below, logits divided by it come near the end of float64
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
             raise InputError(f"temperature must be a finite number >= 0, got {self.temperature}.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise InputError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}.")
         if not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
             raise InputError(f"top_p must lie in (0, 1], got {self.top_p}.")
         if not (_is_int(self.top_k) and self.top_k >= 0):
             raise InputError(f"top_k must be a whole number >= 0 (0 = off), got {self.top_k}.")
-        if not _is_int(self.seed):
-            raise InputError(f"the sample seed must be a whole number, got {self.seed}.")
+        if not (_is_int(self.seed) and -(_WRAP >> 1) <= self.seed < _WRAP >> 1):
+            raise InputError(f"the sample seed must be a whole number of 64 bits with sign, got {self.seed}.")
 
     @property
     def is_greedy(self) -> bool:
