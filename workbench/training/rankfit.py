@@ -7,10 +7,12 @@ are collected once, with the drafter frozen, and the small head is trained on th
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from workbench.drafters.nets import SpecBlockNet
 from workbench.training.data import Batch
@@ -34,8 +36,30 @@ def collect_rows(objective: Objective, batch: Batch, generator: torch.Generator)
     """The rank head's inputs [R, H + 15] and true tiers [R] of every slot a draft reaches in a batch."""
     readings = Readings(rank_rows=[])
     objective(batch, generator, readings)
-    assert readings.rank_rows is not None
+    if not readings.rank_rows:  # answers of one token: no slot has a label
+        return batch.final.new_zeros(0, 0), batch.tok.new_zeros(0)
     return torch.cat([rows for rows, _ in readings.rank_rows]), torch.cat([tier for _, tier in readings.rank_rows])
+
+
+def fit_to_batches(
+    net: SpecBlockNet,
+    objective: Objective,
+    loaded: Iterable[Batch],
+    n_positions: int,
+    budget_per_tier: float,
+    seed: int,
+) -> None:
+    """Fit the head to the slots of the first batches that hold `n_positions` positions."""
+    parts, generator, n_seen = [], torch.Generator().manual_seed(seed), 0
+    with tqdm(total=n_positions, unit="pos", desc="rank head") as bar:
+        for batch in loaded:
+            parts.append(collect_rows(objective, batch, generator))
+            n_seen += batch.n_positions
+            bar.update(batch.n_positions)
+            if n_seen >= n_positions:
+                break
+    if parts := [part for part in parts if len(part[0])]:
+        fit_rank_head(net, parts, RankFitConfig(), budget_per_tier, seed)
 
 
 def fit_rank_head(
