@@ -20,7 +20,7 @@ import transformers
 import tyro
 
 from workbench.errors import InputError
-from workbench.modelload import DTYPES, find_source
+from workbench.modelload import DTYPES, find_source, quiet_library
 from workbench.sampling import Sampling
 from workbench.target import Target, load_target
 
@@ -63,9 +63,10 @@ def generate(model: Any, prompt: list[int], n_new: int) -> list[int]:
 
 def reference_model(config: Config) -> Any:
     """The same weights in the library's own model, its stop ids and sampling defaults removed."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        find_source(config.target), dtype=DTYPES[config.dtype], attn_implementation="sdpa"
-    )
+    with quiet_library():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            find_source(config.target), dtype=DTYPES[config.dtype], attn_implementation="sdpa"
+        )
     model = model.to(config.device).eval()
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model

@@ -13,23 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from workbench import corpus, trace
+from workbench import batchdecode, corpus, trace
+from workbench.batchdecode import Picker, generate, sampled
 from workbench.errors import InputError
 from workbench.sampling import Sampling
 from workbench.target import Target
-from workbench.training import corpus_writer
-from workbench.training.corpus_writer import (
-    COLUMNS,
-    OPENINGS,
-    CorpusConfig,
-    CorpusWriter,
-    Picker,
-    generate,
-    plain,
-    sampled,
-    user_frame,
-    write_corpus,
-)
+from workbench.training import corpus_files, corpus_text, corpus_writer
+from workbench.training.corpus_files import COLUMNS
+from workbench.training.corpus_text import CorpusConfig, CorpusWriter, plain, user_frame
+from workbench.training.corpus_writer import write_corpus
+from workbench.training.openings import OPENINGS
 
 END = "\x03"
 ALPHABET = END + " abcdefghijklmnopqrstuvwxyz<>\n?"  # 32 characters; the end-of-turn token is token 0
@@ -98,7 +91,7 @@ def test_a_ragged_batch_equals_single_runs(
     make_target: Callable[..., Target], family: str, prefill_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding, closing up and chunked prompts leave no trace: float64, so argmax agrees where no two logits tie."""
-    monkeypatch.setattr(corpus_writer, "PREFILL_ROWS", prefill_rows)
+    monkeypatch.setattr(batchdecode, "PREFILL_ROWS", prefill_rows)
     target = make_target(family=family)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 64, n).tolist() for n in (7, 1, 12, 3, 30)]
@@ -217,7 +210,7 @@ def test_filters(target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     writer = CorpusWriter(target, config, frozenset({"report prompt"}))
     monkeypatch.setattr(writer, "own_prompts", lambda openings, rng: script)
     texts = iter([[5, 6, 0], [1, 1, 0], [7, 0]])
-    monkeypatch.setattr(corpus_writer, "generate", lambda network, prompts, *_: [next(texts) for _ in prompts])
+    monkeypatch.setattr(corpus_text, "generate", lambda network, prompts, *_: [next(texts) for _ in prompts])
     part = writer.own_part(0)
     assert dict(part.dropped) == {
         "unfinished prompt": 1,
@@ -274,7 +267,7 @@ def test_a_full_disk_leaves_whole_parts(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, payload)
 
-    monkeypatch.setattr(corpus_writer, "write_durably", full)
+    monkeypatch.setattr(corpus_files, "write_durably", full)
     arguments = ["--out", str(tmp_path / "c"), "--answers", "40", "--batch", "6", "--max-new-tokens", "9"]
     assert corpus.main(arguments) == 2
     assert "cannot be written (No space left on device)" in capsys.readouterr().err

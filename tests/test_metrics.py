@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scripted import CountingClock, ScriptedDrafter, ScriptedTarget
 
 from workbench.decode import decode
+from workbench.errors import InputError
 from workbench.metrics import (
     DEFINITIONS,
     accept_at_depth,
@@ -32,6 +33,7 @@ from workbench.report import (
     divergences,
     format_divergences,
     format_rows,
+    rank_readings,
     report_rows,
     summary,
 )
@@ -71,6 +73,14 @@ def test_conditional_and_joint_acceptance_by_hand() -> None:
     assert reading.n_accepted.tolist() == [6, 3, 2]
     assert reading.conditional.tolist() == pytest.approx([0.6, 0.5, 2 / 3])
     assert reading.joint.tolist() == pytest.approx([0.6, 0.3, 0.2])  # shares of all steps, as no step was cut
+
+
+def test_depths_are_counted_without_a_table_of_steps_by_depths() -> None:
+    """Trees that say they are 32,767 deep, at 100,000 steps: 3 GB if every depth had a row of steps."""
+    n = 100_000
+    reading = accept_at_depth(np.arange(n) % 3, np.arange(n) % 2 == 0, np.full(n, 32_767, np.int16))
+    assert reading.n_accepted[:3].tolist() == [66_666, 33_333, 0]
+    assert reading.n_tried[:4].tolist() == [n - 16_667, 66_666 - 16_667, 33_333 - 16_666, 0]
 
 
 def test_depths_never_tried_are_nan_with_a_count() -> None:
@@ -345,6 +355,44 @@ def test_an_answer_of_one_token_has_no_step_and_no_tau() -> None:
     assert [(row.n_steps, row.task) for row in rows] == [(0, "a"), (0, "a")]
     assert all(math.isnan(row.tau.value) and math.isnan(row.speedup.value) for row in rows)
     assert format_rows(rows).splitlines()[1].split() == ["plain", "a", "0", *["–"] * 7, "0"]
+
+
+def changed(table: pa.Table, name: str, value: Any) -> pa.Table:
+    """The table with `name` changed in its last row."""
+    rows = table.to_pylist()
+    rows[-1][name] = value
+    return pa.Table.from_pylist(rows, schema=table.schema)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("position", 20, "step at position 20 of prompt 1, turn 0, policy 'eagle3'"),
+        ("position", -1, "step at position -1"),
+        ("turn", 3, "of prompt 1, turn 3"),
+        ("policy", "none such", "policy 'none such'"),
+        ("n_accepted", -1, "accepted less than no token"),
+    ],
+)
+def test_steps_that_contradict_the_rest_are_told(
+    tables: tuple[pa.Table, pa.Table], name: str, value: Any, sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        summary(changed(tables[0], name, value), tables[1])
+
+
+@pytest.mark.parametrize("slot", [{"slot_tier": [4]}, {"slot_tier": [-2]}, {"slot_rank": [-1]}])
+def test_slots_of_no_tier_or_rank_are_told(tables: tuple[pa.Table, pa.Table], slot: dict[str, list[int]]) -> None:
+    lists = {name: [0] for name in arrow_schema("steps").names if name.startswith("slot_")} | slot
+    row = a_step(1, "math", "eagle3", 5, 1, 1.0, **lists)
+    with pytest.raises(InputError, match="whose tier or rank is none"):
+        rank_readings(to_table([row], "steps"))
+
+
+def test_names_from_files_cannot_move_the_cursor(tables: tuple[pa.Table, pa.Table]) -> None:
+    steps, episodes = (changed(table, "task", "a\x1b[2J\nb") for table in tables)
+    text = format_rows(report_rows(steps, episodes))
+    assert "\x1b" not in text and "a\ufffd[2J\ufffdb" in text
 
 
 def test_columns_are_aligned() -> None:

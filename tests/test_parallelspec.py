@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from workbench.drafters import load_drafter
 from workbench.drafters.base import Forward
-from workbench.drafters.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from workbench.drafters.checkpoint import Checkpoint, Published, load_checkpoint, save_checkpoint
+from workbench.drafters.fit import fit_drafter
 from workbench.drafters.nets import NetConfig, ParallelSpecNet
-from workbench.drafters.parallelspec import ParallelSpecDrafter, ParallelSpecState, parallelspec_drafter
+from workbench.drafters.parallelspec import ParallelSpecDrafter, ParallelSpecState
 from workbench.errors import InputError
 from workbench.tree import PRESETS, Starts, accept, grow, product_chain, tree_of
 
@@ -57,11 +59,17 @@ def random_net(config: NetConfig, seed: int = 0) -> ParallelSpecNet:
 
 def make_target() -> SimpleNamespace:
     embed = torch.randn(V, H, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
-    return SimpleNamespace(name="tiny", hidden_size=H, vocab_size=V, embed_weight=embed)
+    return SimpleNamespace(name="tiny", hidden_size=H, vocab_size=V, embed_weight=embed, feature_layers=(1, 2, 3))
+
+
+def fitted(
+    checkpoint: Checkpoint, target: SimpleNamespace, layers: tuple[int, ...] | None = None, name: str = "parallelspec"
+) -> ParallelSpecDrafter:
+    return fit_drafter(ParallelSpecDrafter, Published(checkpoint, None, layers), target, name)
 
 
 def make_drafter(net: ParallelSpecNet) -> ParallelSpecDrafter:
-    return parallelspec_drafter(Checkpoint("parallelspec", net.config, net.state_dict(), DRAFT_IDS), make_target())
+    return fitted(Checkpoint("parallelspec", net.config, net.state_dict(), DRAFT_IDS), make_target())
 
 
 def pairs(n: int = N_PAIRS) -> tuple[Tensor, list[int]]:
@@ -161,7 +169,7 @@ def test_single_precision_runs_on_reordered_weights() -> None:
     net, target = random_net(make_config(4)), make_target()
     wide = make_drafter(net)
     target.embed_weight = target.embed_weight.float()
-    narrow = parallelspec_drafter(Checkpoint("parallelspec", net.config, net.state_dict(), DRAFT_IDS), target)
+    narrow = fitted(Checkpoint("parallelspec", net.config, net.state_dict(), DRAFT_IDS), target)
     state, _ = drafted(narrow, [4, 5])
     assert state.hidden is not None and state.hidden.dtype == torch.float32
     assert torch.allclose(logits_of(narrow, state).double(), drafted(wide, [])[1], rtol=0, atol=1e-4)
@@ -243,7 +251,7 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "drafter", "parallelspec", net, DRAFT_IDS)
     found = load_checkpoint(tmp_path / "drafter")
     assert found.kind == "parallelspec" and found.draft_ids is not None
-    drafter = parallelspec_drafter(found, make_target(), "mine")
+    drafter = fitted(found, make_target(), name="mine")
     assert (drafter.name, drafter.n_slots, drafter.n_levels, drafter.max_width) == ("mine", 4, 1, 10)
     assert len(drafter.weights_hash) == 64
     # Weights are chosen so that fp16 holds them (norms to 2^-10), hence the loose 1e-2 on logits.
@@ -253,8 +261,8 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"hidden_size": 16}, "features of width 24, but tiny has 48"),
-        ({"vocab_size": 25}, "a vocabulary of 24, but tiny has 25"),
+        ({"hidden_size": 16}, "features of width 24, tiny has 48"),
+        ({"vocab_size": 25}, "a vocabulary of 24, tiny has 25"),
     ],
 )
 def test_a_drafter_that_does_not_fit_the_target(change: dict[str, int], sentence: str) -> None:
@@ -263,7 +271,20 @@ def test_a_drafter_that_does_not_fit_the_target(change: dict[str, int], sentence
     vars(target).update(change)
     checkpoint = Checkpoint("parallelspec", net.config, net.state_dict(), DRAFT_IDS)
     with pytest.raises(InputError, match=sentence):
-        parallelspec_drafter(checkpoint, target)
+        fitted(checkpoint, target)
+
+
+def test_the_layers_a_checkpoint_names_must_be_those_the_target_taps(tmp_path: Path) -> None:
+    """Named in config.json by number of the layer whose input is tapped; none named: the target's are taken."""
+    net, target = random_net(make_config(2)), make_target()
+    target.head_weight = target.embed_weight
+    for layers in ([1, 2, 3], None):
+        extra = {"eagle_aux_hidden_state_layer_ids": layers} if layers else {}
+        save_checkpoint(tmp_path / "fits", "parallelspec", net, DRAFT_IDS, extra)
+        assert load_drafter(tmp_path / "fits", target).n_slots == 2
+    save_checkpoint(tmp_path / "other", "parallelspec", net, DRAFT_IDS, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]})
+    with pytest.raises(InputError, match=r"made for features of the layers \(1, 2, 4\), tiny has \(1, 2, 3\)"):
+        load_drafter(tmp_path / "other", target)
 
 
 def test_shapes_at_eight_billion() -> None:

@@ -220,21 +220,21 @@ def test_the_table_names_every_policy_and_task(
 # ---------------------------------------------------------------------------------------- faults
 
 
-def test_a_killed_run_is_resumed_to_the_same_result(
-    run_record: Recorder, target_folder: Path, prompt_file: Path, tmp_path: Path
-) -> None:
-    assert run_record(tmp_path / "whole") == 0
+def test_a_killed_run_is_resumed_to_the_same_result(run_record: Recorder, target_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "many.txt"  # enough of them that the kill falls among them
+    prompts.write_text("".join(f"w{i} w{i + 1}\n" for i in range(30)))
+    assert run_record(tmp_path / "whole", prompts=prompts) == 0
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "workbench.record", *arguments(target_folder, prompt_file, out, ("lookup",))]
+    command = [sys.executable, "-m", "workbench.record", *arguments(target_folder, prompts, out, ("lookup",))]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (out / "episodes-000001.parquet").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
     done = open_trace(out).prompts
     assert {0, 1} <= set(done) and not open_trace(out).is_finished
     assert open_trace(out).load("steps").num_rows > 0
-    assert run_record(out, "--resume") == 0
+    assert run_record(out, "--resume", prompts=prompts) == 0
     assert_same_but_for_time(tmp_path / "whole", out)
     assert len(open_trace(out).run["sessions"]) == 2
 

@@ -473,6 +473,21 @@ def test_weights_hash(folder: Path) -> None:
     assert load_target(str(folder)).weights_hash != first
 
 
+def test_a_note_of_the_hash_counts_in_the_cache_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a converted model may hold other weights by now, and a stranger may note what he likes."""
+    true = load_target(str(folder)).weights_hash
+    (folder / modelload._HASH_FILE).write_text(json.dumps({"weights_hash": "0" * 64}))
+    assert load_target(str(folder)).weights_hash == true
+    cached = folder.parent / "targets" / "model"
+    cached.parent.mkdir()
+    folder.rename(cached)
+    monkeypatch.setenv("WORKBENCH_CACHE", str(folder.parent))
+    assert load_target(str(cached)).weights_hash == "0" * 64
+    for damaged in ("", "[]", "{}", '{"weights_hash": 5}', '{"weights_hash": "x"}'):
+        (cached / modelload._HASH_FILE).write_text(damaged)
+        assert load_target(str(cached)).weights_hash == true
+
+
 def test_large_tensors_are_sampled_from_first_to_last_byte() -> None:
     raw = torch.zeros(5 << 20, dtype=torch.uint8)
     pieces = modelload._pieces(raw)
@@ -520,6 +535,27 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return setattr, (Hostile, "has_run", True)
+
+
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
+def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto_map` names a class in a Python file beside the weights; the library would ask on a terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    mark = folder / "has_run"
+    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Own: pass\n")
+    name = "tokenizer_config.json" if kind == "AutoTokenizer" else "config.json"
+    config = json.loads((folder / name).read_text())
+    auto_map = {kind: ["own.Own", None] if kind == "AutoTokenizer" else "own.Own"}
+    unknown = {"tokenizer_class": "Own"} if kind == "AutoTokenizer" else {"model_type": "own"}
+    (folder / name).write_text(json.dumps({**config, **unknown, "auto_map": auto_map}))
+    if kind == "AutoTokenizer":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tokenizer_class": "Own"}))
+    with pytest.raises(InputError, match="Cannot load the target|supported families"):
+        load_target(str(folder))
+    assert not mark.exists()
 
 
 def test_unfit_sources_are_named(folder: Path, tmp_path: Path) -> None:

@@ -129,6 +129,63 @@ def test_sizes_are_judged_before_data_is_read(folder: Path, monkeypatch: pytest.
         open_trace(folder)
 
 
+def repeated(row: pa.Table, n: int) -> pa.Table:
+    return pa.concat_tables([row] * n).combine_chunks()
+
+
+def test_a_text_stored_once_and_repeated_is_measured_before_it_is_unpacked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes on disk that would become 50 times 10,000 bytes in memory."""
+    rows = repeated(to_table([an_episode(0, "a", "plain", [1], text="x" * 10_000)], "episodes"), 50)
+    path = part_path(folder, "episodes", 0)
+    pq.write_table(rows, path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    assert set(open_trace(folder).load("episodes").column("text").to_pylist()) == {"x" * 10_000, ""}
+    monkeypatch.setattr(trace_module, "MAX_PART_BYTES", 100_000)
+    with pytest.raises(InputError, match="its texts would unpack to more"):
+        open_trace(folder).load("episodes")
+
+
+def test_numbers_stored_once_and_repeated_are_measured_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = to_table([an_episode(0, "a", "plain", [7] * 1000)], "episodes")
+    path = part_path(folder, "episodes", 0)
+    pq.write_table(repeated(row, 50), path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    monkeypatch.setattr(trace_module, "MAX_PART_BYTES", 100_000)  # 50 times 1,000 tokens of 4 bytes are more
+    monkeypatch.setattr(pq.ParquetFile, "read", lambda *_, **__: pytest.fail("data was read"))
+    with pytest.raises(InputError, match="would unpack to more"):
+        open_trace(folder).load("episodes")
+
+
+def test_lists_of_one_letter_are_equally_long(folder: Path) -> None:
+    """A step's slots are told by eight lists; a file in which one of them is shorter is refused, not misread."""
+    path = part_path(folder, "steps", 0)
+
+    def longer(table: pa.Table) -> pa.Table:
+        i = table.column_names.index("slot_rank")
+        tiers = pa.array([[0, *row] for row in table.column("slot_rank").to_pylist()], table.schema.field(i).type)
+        return table.set_column(i, table.schema.field(i), tiers)
+
+    rewrite(path, longer)
+    with pytest.raises(InputError, match="'slot_level' and 'slot_rank' list different numbers of things in a row"):
+        open_trace(folder).load("steps")
+    assert open_trace(folder).load("steps", ["prompt", "slot_rank"]).num_rows == 6  # alone it is as good as any
+
+
+def test_empty_values_are_told_whichever_columns_are_read(folder: Path) -> None:
+    path = part_path(folder, "steps", 0)
+
+    def emptied(table: pa.Table) -> pa.Table:
+        i = table.column_names.index("position")
+        return table.set_column(i, table.schema.field(i).with_nullable(True), pa.array([None, 1], pa.int32()))
+
+    rewrite(path, emptied)
+    for columns in (None, ["position"]):
+        with pytest.raises(InputError, match="column 'position' has empty values"):
+            open_trace(folder).load("steps", columns)
+
+
 def test_the_whole_is_bounded_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_LOAD_BYTES", 10)
     with pytest.raises(InputError, match="the steps table is larger"):

@@ -45,3 +45,8 @@ def aligned(lines: Sequence[Sequence[str]], n_left: int) -> str:
 def _cells(line: Sequence[str], widths: Sequence[int], n_left: int) -> Iterator[str]:
     for i, (cell, width) in enumerate(zip(line, widths)):
         yield cell.ljust(width) if i < n_left else cell.rjust(width)
+
+
+def printable(text: str) -> str:
+    """Names from files as a terminal may be given them: no control characters."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)

@@ -10,7 +10,8 @@ from typing import Any
 import tyro
 
 from workbench.errors import InputError
-from workbench.training.corpus_writer import CorpusConfig, write_corpus
+from workbench.training.corpus_text import CorpusConfig
+from workbench.training.corpus_writer import write_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:

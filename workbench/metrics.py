@@ -153,12 +153,17 @@ def accept_at_depth(n_accepted: ArrayLike, has_bonus: ArrayLike, tree_depth: Arr
     leaves the denominator there. A depth no tree reached has no column; a depth nobody could try is NaN.
     """
     accepted, bonus = np.asarray(n_accepted, np.int64), np.asarray(has_bonus, bool)
-    depths = np.arange(1, int(np.max(tree_depth, initial=0)) + 1)  # [D]
-    n_reached = (accepted[:, None] >= depths).sum(axis=0)
-    is_tried = (accepted[:, None] >= depths - 1) & (bonus[:, None] | (accepted[:, None] != depths - 1))
-    n_tried = is_tried.sum(axis=0)
+    n_depths = max(0, int(np.max(tree_depth, initial=0)))
+    at_least = _counts_at_least(accepted, n_depths)  # [D + 1], from depth 0 on
+    n_cut = np.bincount(accepted[~bonus & (accepted < n_depths)], minlength=n_depths)[:n_depths]
+    n_reached, n_tried = at_least[1:], at_least[:-1] - n_cut
     conditional = safe_divide(n_reached, n_tried)
     return DepthAcceptance(conditional, np.cumprod(conditional, dtype=np.float64), n_reached, n_tried)
+
+
+def _counts_at_least(values: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """How many of the values (none negative) are at least 0, 1, ..., most: [most + 1]."""
+    return np.bincount(np.minimum(values, most), minlength=most + 1)[::-1].cumsum()[::-1]
 
 
 def loop_mask(tokens: ArrayLike, n: int = LOOP_NGRAM) -> NDArray[np.bool_]:

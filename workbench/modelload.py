@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,7 @@ class Loaded:
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Load weights and tokenizer of `name` strictly; raises InputError for what is absent, unfit or not supported."""
-    with _quiet_library():
+    with quiet_library():
         source = find_source(name)
         config = _from_pretrained("AutoConfig", source)
         check_family(config)
@@ -228,7 +229,7 @@ def find_source(name: str) -> str:
 
 def _model(source: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model in `dtype` with the loader's report; safetensors first, else torch files read as weights only."""
-    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         return _from_pretrained("AutoModelForCausalLM", source, use_safetensors=True, **options)
     except InputError as error:
@@ -238,10 +239,11 @@ def _model(source: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 
 def _from_pretrained(kind: str, source: str, **options: Any) -> Any:
+    """The library's loader; code that a model brings along is never run, nor is anybody asked whether it may."""
     import transformers
 
     try:
-        return getattr(transformers, kind).from_pretrained(source, **options)
+        return getattr(transformers, kind).from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # the hub, the file system and the parsers each raise their own kinds
         raise InputError(f"Cannot load the target {source!r}: {_first_line(error)}.") from error
 
@@ -260,10 +262,22 @@ def _check_tensors(name: str, info: dict[str, Any]) -> None:
 def _source_hash(source: str, model: Any) -> str:
     """Hash of the weights as stored, whatever dtype they are loaded in; of the loaded ones where no safetensors are."""
     folder = _folder(source)
-    if folder is not None and (noted := folder / _HASH_FILE).is_file():
-        return str(json.loads(noted.read_text())["weights_hash"])
+    if folder is not None and (noted := _noted_hash(folder)):
+        return noted
     files = sorted(folder.glob("*.safetensors")) if folder is not None else []
     return hash_tensors(_stored(files)) if files else model_hash(model)
+
+
+def _noted_hash(folder: Path) -> str | None:
+    """The hash that `_convert` noted in a folder of the cache; elsewhere a note may be of other weights."""
+    noted = folder / _HASH_FILE
+    if folder.resolve().parent != (cache_folder() / "targets").resolve() or not noted.is_file():
+        return None
+    try:
+        found = json.loads(noted.read_text())["weights_hash"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{64}", found) else None
 
 
 def _folder(source: str) -> Path | None:
@@ -324,7 +338,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_library() -> Iterator[None]:
+def quiet_library() -> Iterator[None]:
     """No load reports (their content becomes an error here), and no progress bars where nobody watches."""
     from transformers.utils import logging
 

@@ -49,6 +49,11 @@ class Layer:
         self.up = _pack([mlp.up_proj], is_consumed)
         self.down = _pack([mlp.down_proj], is_consumed)
 
+    def feed(self, x: Tensor) -> Tensor:
+        """x plus its feed-forward, [M, H]."""
+        h = self.post_norm(x)
+        return self.down.plus(self.up.times(h, self.gate.silu(h)), x)
+
 
 def _pack(linears: list[nn.Linear], is_consumed: bool) -> PackedLinear:
     """One map from several that share their input; with `is_consumed` the originals are freed."""
@@ -70,6 +75,7 @@ class Cache:
         shape = (len(network.layers), 2, network.n_kv, capacity, network.head_dim)
         self.data = torch.empty(shape, dtype=network.dtype, device=network.device)
         self.capacity = capacity
+        network.rotary(capacity)  # now, not in the middle of a timed step
         self.layers = [(layer[0], layer[1]) for layer in self.data]  # (keys, values), each [n_kv, capacity, head_dim]
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
@@ -123,7 +129,8 @@ class Network:
     def rotary(self, n_positions: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin of positions 0..n-1 or more, each [n, 1, head_dim], from the model's own rotary module."""
         if self._table is None or len(self._table[0]) < n_positions:
-            positions = torch.arange(n_positions, device=self.device)[None]
+            n_known = 0 if self._table is None else len(self._table[0])
+            positions = torch.arange(max(n_positions, 2 * n_known), device=self.device)[None]
             cos, sin = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions)
             half = cos.shape[-1] // 2
             signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
@@ -153,14 +160,23 @@ class Network:
             if i in taps:
                 kept[i] = x
             x = self._attend(layer, x, keys, values, start, cos, sin, mask)
-            h = layer.post_norm(x)
-            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+            x = layer.feed(x)
         features = torch.cat([kept[i] for i in taps], -1) if taps else None
         return Rows(self.norm(x), features)
 
     def logits(self, final: Tensor) -> Tensor:
         """The head on normed hidden states [M, H] → [M, V]."""
         return self.head(final)
+
+    def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M, heads, D], keys and values [M, n_kv, D] of rows x [M, H]; angle tables of the rows [M, 1, D]."""
+        n_qk = self.n_heads + self.n_kv
+        heads = layer.qkv(layer.input_norm(x)).view(len(x), n_qk + self.n_kv, self.head_dim)
+        qk = heads[:, :n_qk]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = torch.cat((layer.q_norm(qk[:, : self.n_heads]), layer.k_norm(qk[:, self.n_heads :])), 1)
+        qk = torch.addcmul(qk * cos, torch.roll(qk, self.head_dim // 2, -1), sin)
+        return qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, n_qk:]
 
     def _angles(self, start: int, n: int, depths: Tensor | None) -> tuple[Tensor, Tensor]:
         cos, sin = self.rotary(start + n)
@@ -191,15 +207,10 @@ class Network:
         mask: Tensor | None,
     ) -> Tensor:
         """x plus its attention, [M, H]; the rows' keys and values are written into the cache."""
-        n, end, n_qk = len(x), start + len(x), self.n_heads + self.n_kv
-        heads = layer.qkv(layer.input_norm(x)).view(n, n_qk + self.n_kv, self.head_dim)
-        qk = heads[:, :n_qk]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = torch.cat((layer.q_norm(qk[:, : self.n_heads]), layer.k_norm(qk[:, self.n_heads :])), 1)
-        qk = torch.addcmul(qk * cos, torch.roll(qk, self.head_dim // 2, -1), sin)
-        keys[:, start:end] = qk[:, self.n_heads :].transpose(0, 1)
-        values[:, start:end] = heads[:, n_qk:].transpose(0, 1)
-        q = qk[:, : self.n_heads].transpose(0, 1)  # [heads, M, D]
+        n, end = len(x), start + len(x)
+        q, k, v = self.project(layer, x, cos, sin)
+        keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
+        q = q.transpose(0, 1)  # [heads, M, D]
         k, v = keys[None, :, :end], values[None, :, :end]
         if n <= FOLD_ROWS:
             q = q.reshape(1, self.n_kv, -1, self.head_dim)  # [1, n_kv, group x M, D]

@@ -15,6 +15,7 @@ is `question_id`, `task_id` or `id`, else `line-N`.
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,8 @@ def _json_prompt(text: str, file: Path, line: int) -> Prompt:
     task = record.get("category", file.stem)
     if not isinstance(task, str) or not task.strip():
         raise _BadLine(f"`category` must be a name, not {_kind(task)}.")
+    if not _is_clean(task):
+        raise _BadLine("`category` holds a control character.")
     turns, system = _turns_and_system(record)
     return Prompt(_identity(record, line), task, turns, system, str(file), line)
 
@@ -240,7 +243,14 @@ def _identity(record: dict[str, Any], line: int) -> str:
     value = next((record[key] for key in ("question_id", "task_id", "id") if key in record), f"line-{line}")
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise _BadLine(f"the id must be a number or a text, not {_kind(value)}.")
+    if not _is_clean(str(value)):
+        raise _BadLine("the id holds a control character.")
     return str(value)
+
+
+def _is_clean(name: str) -> bool:
+    """Whether a name has nothing in it that moves a terminal's cursor or is no character."""
+    return all(unicodedata.category(c)[0] != "C" and c not in "\u2028\u2029" for c in name)
 
 
 def _system(record: dict[str, Any]) -> str | None:

@@ -67,6 +67,14 @@ class RecordConfig:
     json: bool = False
     """Print one JSON object instead of the table."""
 
+    def settings(self) -> Settings:
+        """What fixes the text. Raises InputError on values that make none."""
+        for what, value in (("new tokens of a turn", self.max_new_tokens), ("threads", self.threads)):
+            if value is not None and value < 1:
+                raise InputError(f"The {what} must be at least 1, not {value}.")
+        sampling = Sampling(self.temperature, self.top_p, self.top_k, self.seed)
+        return Settings(sampling, self.max_new_tokens, self.system)
+
 
 def record(config: RecordConfig, argv: Sequence[str], say: Callable[[str], Any]) -> list[str]:
     """Record all prompts of a run into `config.out`; returns the sentences about what could not be run.
@@ -74,12 +82,7 @@ def record(config: RecordConfig, argv: Sequence[str], say: Callable[[str], Any])
     `say` is called with each such sentence as it is met. Raises InputError on bad settings, files or disk.
     """
     refuse_if_taken(config.out, config.resume)
-    settings = Settings(
-        Sampling(config.temperature, config.top_p, config.top_k, config.seed), config.max_new_tokens, config.system
-    )
-    for what, value in (("new tokens of a turn", config.max_new_tokens), ("threads", config.threads)):
-        if value is not None and value < 1:
-            raise InputError(f"The {what} must be at least 1, not {value}.")
+    settings = config.settings()
     prompts, bad_lines = load_prompts(config.prompts, config.tasks, config.limit, config.limit_per_task)
     for problem in bad_lines:
         say(str(problem))
@@ -160,7 +163,7 @@ def describe(
     return {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
-        "sampling": asdict(Sampling(config.temperature, config.top_p, config.top_k, config.seed)),
+        "sampling": asdict(config.settings().sampling),
         "max_new_tokens": config.max_new_tokens,
         "system": config.system,
         "threads": torch.get_num_threads(),

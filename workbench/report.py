@@ -11,8 +11,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from workbench.cells import ALL_TASKS, aligned, jsonable, number, span
-from workbench.metrics import DEFINITIONS, TierReading, accept_at_depth, loop_mask, ratio, speedup, tier_reading
+from workbench.cells import ALL_TASKS, aligned, jsonable, number, printable, span
+from workbench.errors import InputError
+from workbench.metrics import (
+    DEFINITIONS,
+    N_TIERS,
+    TierReading,
+    accept_at_depth,
+    loop_mask,
+    ratio,
+    speedup,
+    tier_reading,
+)
 from workbench.schema import PLAIN
 from workbench.stats import Interval, bootstrap
 
@@ -156,7 +166,15 @@ def _steps_in_loops(steps: pa.Table, episodes: pa.Table) -> NDArray[np.bool_]:
     texts = zip(*(episodes.column(key).to_pylist() for key in (*keys, "tokens")))
     masks = {tuple(key): loop_mask(tokens) for *key, tokens in texts}
     rows = zip(*(steps.column(key).to_pylist() for key in (*keys, "position")))
-    return np.array([masks[tuple(key)][position] for *key, position in rows], bool)
+    return np.array([_starts_in_loop(masks.get(tuple(key)), key, position) for *key, position in rows], bool)
+
+
+def _starts_in_loop(mask: NDArray[np.bool_] | None, key: list[Any], position: int) -> bool:
+    if mask is None or not 0 <= position < len(mask):
+        prompt, turn, policy = key
+        where = f"prompt {prompt}, turn {turn}, policy {policy!r}"
+        raise InputError(f"The trace has a step at position {position} of {where}, where no episode has a text.")
+    return bool(mask[position])
 
 
 def rank_readings(steps: pa.Table) -> dict[str, TierReading]:
@@ -164,7 +182,10 @@ def rank_readings(steps: pa.Table) -> dict[str, TierReading]:
     readings = {}
     for policy in _values(steps, "policy"):
         chosen = steps.filter(pa.array(_is_of(steps, policy)))
-        reading = tier_reading(*(_flat(chosen, name) for name in ("slot_tier", "slot_rank", "slot_offered")))
+        tier, rank, offered = (_flat(chosen, name) for name in ("slot_tier", "slot_rank", "slot_offered"))
+        if len(tier) and not (-1 <= tier.min() <= tier.max() < N_TIERS and rank.min() >= 0):
+            raise InputError(f"The trace has slots of policy {policy!r} whose tier or rank is none.")
+        reading = tier_reading(tier, rank, offered)
         if reading.confusion.any():
             readings[policy] = reading
     return readings
@@ -210,8 +231,11 @@ def summary(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> dict[str, Any
 
 def _depths(steps: pa.Table, policy: str) -> dict[str, Any]:
     chosen = steps.filter(pa.array(_is_of(steps, policy)))
-    columns = (chosen.column(name).to_numpy(zero_copy_only=False) for name in ("n_accepted", "has_bonus", "tree_depth"))
-    return asdict(accept_at_depth(*columns))
+    names = ("n_accepted", "has_bonus", "tree_depth")
+    accepted, has_bonus, depth = (chosen.column(name).to_numpy(zero_copy_only=False) for name in names)
+    if (accepted < 0).any():
+        raise InputError(f"The trace has steps of policy {policy!r} that accepted less than no token.")
+    return asdict(accept_at_depth(accepted, has_bonus, depth))
 
 
 # ---------------------------------------------------------------------------------------------------- as text
@@ -235,8 +259,8 @@ def format_rows(rows: Sequence[Row]) -> str:
     """The table a recording ends with, one line a row."""
     lines = [_HEAD] + [
         (
-            row.policy,
-            row.task,
+            printable(row.policy),
+            printable(row.task),
             str(row.n_steps),
             number(row.tau.value, 2),
             span(row.tau),
@@ -255,7 +279,8 @@ def format_rows(rows: Sequence[Row]) -> str:
 def format_divergences(found: Sequence[Divergence], n_most: int = 10) -> str:
     """The first divergences, one line each, and how many more there are."""
     lines = [
-        f"{d.policy} left plain decoding's text at position {d.position} of prompt {d.prompt_id}, turn {d.turn + 1}:"
+        f"{printable(d.policy)} left plain decoding's text at position {d.position} of prompt"
+        f" {printable(d.prompt_id)}, turn {d.turn + 1}:"
         f" the target's scores differ by {d.gap:.2g}"
         for d in found[:n_most]
     ]
@@ -264,7 +289,7 @@ def format_divergences(found: Sequence[Divergence], n_most: int = 10) -> str:
 
 def format_rank_reading(policy: str, reading: TierReading) -> str:
     """The rank head's precision, recall and F1 by tier."""
-    lines: list[tuple[str, ...]] = [("rank head of " + policy, "slots", "precision", "recall", "F1")]
+    lines: list[tuple[str, ...]] = [("rank head of " + printable(policy), "slots", "precision", "recall", "F1")]
     for tier, ranks in enumerate(("1", "2–4", "5–10", "beyond 10")):
         rates = (reading.precision[tier], reading.recall[tier], reading.f1[tier])
         slots = str(int(reading.confusion[tier].sum()))

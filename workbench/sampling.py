@@ -29,6 +29,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _WRAP = 1 << 64
+_NUCLEUS_FIRST_LOOK = 256
+LEAST_TEMPERATURE = 1e-6  # below, logits divided by it come near the end of float64
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
             raise InputError(f"temperature must be a finite number >= 0, got {self.temperature}.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise InputError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}.")
         if not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
             raise InputError(f"top_p must lie in (0, 1], got {self.top_p}.")
         if not (_is_int(self.top_k) and self.top_k >= 0):
             raise InputError(f"top_k must be a whole number >= 0 (0 = off), got {self.top_k}.")
-        if not _is_int(self.seed):
-            raise InputError(f"the sample seed must be a whole number, got {self.seed}.")
+        if not (_is_int(self.seed) and -(_WRAP >> 1) <= self.seed < _WRAP >> 1):
+            raise InputError(f"the sample seed must be a whole number of 64 bits with sign, got {self.seed}.")
 
     @property
     def is_greedy(self) -> bool:
@@ -98,17 +102,31 @@ def processed_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities after temperature, then top-k, then top-p, float64 [V]; removed tokens are -inf.
 
     Order and edge rules are those of Hugging Face's processors (`TemperatureLogitsWarper`, `TopKLogitsWarper`,
-    `TopPLogitsWarper`): top-k keeps ties of the k-th value, top-p at least one token. temperature must be above 0.
+    `TopPLogitsWarper`): top-k keeps ties of the k-th value, top-p at least one token. Where equal values straddle the
+    top-p cut, all of them stay (there, the library's choice falls by sort order). temperature must be above 0.
     """
     scores = logits.to(torch.float64) / sampling.temperature  # [V]
     if 0 < sampling.top_k < scores.numel():
         scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[-1], -math.inf)
     if sampling.top_p < 1:
-        ascending, order = torch.sort(scores, stable=True)
-        is_out = torch.softmax(ascending, -1).cumsum(-1) <= 1 - sampling.top_p
-        is_out[-1] = False
-        scores = scores.index_fill(0, order[is_out], -math.inf)
+        scores = scores.masked_fill(scores < _nucleus_floor(scores, sampling.top_p), -math.inf)
     return torch.log_softmax(scores, -1)
+
+
+def _nucleus_floor(scores: Tensor, top_p: float) -> Tensor:
+    """The smallest score that top-p keeps: a token stays while the tokens above it hold less than top_p.
+
+    Looks at the best scores only, and at more of them while the cut lies beyond: a full sort costs as much as a step.
+    """
+    log_total, n = torch.logsumexp(scores, -1), _NUCLEUS_FIRST_LOOK
+    while True:
+        n = min(n, scores.numel())
+        best = torch.topk(scores, n).values
+        held = (best - log_total).exp().cumsum(-1)
+        n_kept = 1 + int((held[:-1] < top_p).sum())
+        if n_kept < n or n == scores.numel():
+            return best[n_kept - 1]
+        n *= 8
 
 
 class Chooser:

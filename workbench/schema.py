@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from workbench.errors import InputError
 
@@ -42,6 +43,11 @@ class Column:
     def is_nullable(self) -> bool:
         """Whether a row may hold null."""
         return self.dtype.endswith("?")
+
+    @property
+    def letter(self) -> str:
+        """What a list counts (see `_LETTERS`); empty for a scalar."""
+        return self.dtype.rstrip("?").partition("[")[2].rstrip("]")
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -177,13 +183,29 @@ def _check_names(names: Sequence[str], expected: Mapping[str, Column], table: st
             raise InputError(f"{where}: column {name!r} of the {table} table is missing.")
 
 
-def check_table(data: pa.Table, table: str, where: str = "table") -> None:
-    """Refuse a table whose schema is not `table`'s or that has a null where none may stand (`InputError`)."""
-    check_schema(data.schema, table, where)
-    for column in TABLES[table]:
+def check_table(data: pa.Table, table: str, where: str = "table", only: Sequence[str] | None = None) -> None:
+    """Refuse a table (or these columns of it alone) that is not `table`'s (`InputError`).
+
+    Beside the schema: a null where none may stand, and, in a row, lists of one letter that differ in length.
+    """
+    columns = [c for c in TABLES[table] if only is None or c.name in only]
+    if only is None:
+        check_schema(data.schema, table, where)
+    lengths: dict[str, tuple[str, Any]] = {}
+    for column in columns:
         chunked = data.column(column.name)
         if not column.is_nullable and chunked.null_count:
             raise InputError(f"{where}: column {column.name!r} has empty values.")
+        if not column.letter:
+            continue
+        if any(chunk.flatten().null_count for chunk in chunked.chunks):
+            raise InputError(f"{where}: column {column.name!r} has empty values.")
+        found = pc.list_value_length(chunked)
+        first, wanted = lengths.setdefault(column.letter, (column.name, found))
+        if not found.equals(wanted):
+            raise InputError(
+                f"{where}: columns {first!r} and {column.name!r} list different numbers of things in a row."
+            )
 
 
 def to_table(rows: Sequence[Mapping[str, Any]], table: str, where: str = "table") -> pa.Table:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError
@@ -214,17 +215,45 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_part(path: Path, table: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read one part, strictly: schema, sizes and nulls are checked, sizes before any data is read."""
+    """Read one part, strictly: schema, sizes, nulls and list lengths are checked, sizes before data is unpacked."""
     file = _opened(path, table)
-    _check_sizes(file.metadata, path)
+    schema = file.schema_arrow
     try:
-        data = file.read(columns=None if columns is None else list(columns))
+        _check_sizes(file.metadata, schema, path)
+        texts = [leaf for leaf in _leaves(file.metadata) if _is_text(schema.field(leaf.partition(".")[0]).type)]
+        # Texts come as dictionaries, so that a text repeated a million times is held once until it has been measured.
+        whole = pq.ParquetFile(path, metadata=file.metadata, read_dictionary=texts, **_THRIFT_LIMITS)
+        data = whole.read(columns=None if columns is None else list(columns))
         data.validate(full=True)
+        data = _spelled_out(data, schema, path)
+    except InputError:
+        raise
     except (pa.ArrowException, ValueError, OSError) as error:
         raise InputError(f"{path}: damaged or cut short.") from error
-    if columns is None:
-        check_table(data, table, str(path))
+    check_table(data, table, str(path), columns)
     return data
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind.value_type if pa.types.is_list(kind) else kind)
+
+
+def _leaves(metadata: pq.FileMetaData) -> list[str]:
+    """Names of the columns as they are stored; those of lists go on after a dot."""
+    return [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+
+
+def _spelled_out(data: pa.Table, schema: pa.Schema, path: Path) -> pa.Table:
+    """Texts as such instead of dictionaries, unless they would take more than `MAX_PART_BYTES`."""
+    n_bytes = 0
+    for name in data.column_names:
+        for chunk in data.column(name).chunks if _is_text(schema.field(name).type) else ():
+            found = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
+            lengths = pc.take(pc.binary_length(found.dictionary), found.indices)
+            n_bytes += pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+    if n_bytes > MAX_PART_BYTES:
+        raise InputError(f"{path}: its texts would unpack to more than {MAX_PART_BYTES >> 20} MiB.")
+    return data.cast(pa.schema([schema.field(name) for name in data.column_names], schema.metadata))
 
 
 def _opened(path: Path, table: str) -> pq.ParquetFile:
@@ -241,17 +270,24 @@ def _opened(path: Path, table: str) -> pq.ParquetFile:
     return file
 
 
-def _check_sizes(metadata: pq.FileMetaData, path: Path) -> None:
+def _check_sizes(metadata: pq.FileMetaData, schema: pa.Schema, path: Path) -> None:
     """Refuse absurd row, value and byte counts, read from the footer alone."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     if not 0 <= metadata.num_rows <= MAX_PART_ROWS or sum(group.num_rows for group in groups) != metadata.num_rows:
         raise InputError(f"{path}: says it holds {metadata.num_rows} rows, which cannot be.")
-    n_bytes = 0
+    n_stored = n_unpacked = 0
     for group in groups:
         for i in range(group.num_columns):
             column = group.column(i)
-            n_bytes += column.total_uncompressed_size
             if not 0 <= column.num_values <= MAX_PART_VALUES:
                 raise InputError(f"{path}: column {column.path_in_schema!r} says it holds {column.num_values} values.")
-    if n_bytes > MAX_PART_BYTES:
+            n_stored += column.total_uncompressed_size
+            n_unpacked += column.num_values * _value_bytes(schema.field(column.path_in_schema.partition(".")[0]).type)
+    if max(n_stored, n_unpacked) > MAX_PART_BYTES:  # equal values are stored once: few bytes may hold many values
         raise InputError(f"{path}: would unpack to more than {MAX_PART_BYTES >> 20} MiB.")
+
+
+def _value_bytes(kind: pa.DataType) -> int:
+    """Bytes of one value in memory; of a text, its place in the dictionary."""
+    scalar = kind.value_type if pa.types.is_list(kind) else kind
+    return 4 if pa.types.is_string(scalar) else max(1, scalar.bit_width // 8)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from workbench.drafters.base import Drafter
-from workbench.drafters.branching import fit_drafter
 from workbench.drafters.checkpoint import Published, read_published
 from workbench.drafters.eagle3 import Eagle3Drafter
+from workbench.drafters.fit import fit_drafter
 from workbench.drafters.lookup import LookupDrafter
 from workbench.drafters.medusa import WEIGHTS_FILE, load_medusa_published, medusa_drafter
-from workbench.drafters.parallelspec import parallelspec_drafter
+from workbench.drafters.parallelspec import ParallelSpecDrafter
 from workbench.drafters.specblock import SpecBlockDrafter
 from workbench.errors import InputError
 
@@ -49,7 +49,7 @@ BUILDERS: dict[str, Callable[[Published, TargetWeights, str], Drafter]] = {
     "specblock": lambda found, target, name: fit_drafter(SpecBlockDrafter, found, target, name),
     "eagle3": lambda found, target, name: fit_drafter(Eagle3Drafter, found, target, name),
     "medusa": lambda found, target, name: medusa_drafter(found.checkpoint, target, name),
-    "parallelspec": lambda found, target, name: parallelspec_drafter(found.checkpoint, target, name),
+    "parallelspec": lambda found, target, name: fit_drafter(ParallelSpecDrafter, found, target, name),
 }
 CATALOGUE = (*BUILDERS, "lookup")  # names with shipped weights, and the drafter that needs none
 

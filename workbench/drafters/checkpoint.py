@@ -161,7 +161,7 @@ def save_checkpoint(
 
 def vocab_maps(draft_ids: np.ndarray, vocab_size: int) -> tuple[Tensor, Tensor]:
     """`t2d` bool [V] and the offsets `d2t` int64 [V_d] of sorted target ids."""
-    ids = torch.as_tensor(np.asarray(draft_ids), dtype=torch.int64)
+    ids = torch.from_numpy(np.array(draft_ids, dtype=np.int64))
     d2t = ids - torch.arange(len(ids))
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids] = True

@@ -9,29 +9,17 @@ this order the whole visibility rule is the causal one. Mask rows are never kept
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.drafters.along import ParallelText, TextDraft
 from workbench.drafters.base import DraftState, Forward, offer, top_logits
 from workbench.drafters.cache import RowCache, causal_tail
-from workbench.drafters.checkpoint import Checkpoint, hash_weights, load_net
-from workbench.drafters.nets import NetConfig, ParallelSpecNet
+from workbench.drafters.nets import ParallelSpecNet
 from workbench.drafters.packing import pack
 from workbench.errors import InputError
 from workbench.tree import Expansion, Starts
-
-
-class TargetEmbedding(Protocol):
-    """What ParallelSpec needs of a target."""
-
-    name: str
-    hidden_size: int
-    vocab_size: int
-    embed_weight: Tensor  # [V, H]
 
 
 @dataclass
@@ -119,24 +107,3 @@ class ParallelSpecDrafter:
         state.n_pairs += n_new
         state.features, state.tokens = [], []
         state.forwards.append(Forward(kind="first", n_rows=n_rows, n_starts=1))
-
-
-def parallelspec_drafter(
-    checkpoint: Checkpoint, target: TargetEmbedding, name: str = "parallelspec"
-) -> ParallelSpecDrafter:
-    """The checkpoint's network on this target, in its dtype and on its device. Raises InputError if it does not fit."""
-    config, embed = cast(NetConfig, checkpoint.config), target.embed_weight
-    for what, own, theirs in (
-        ("features of width", config.feature_size, 3 * target.hidden_size),
-        ("a hidden size of", config.hidden_size, target.hidden_size),
-        ("a vocabulary of", config.vocab_size, target.vocab_size),
-    ):
-        if own != theirs:
-            raise InputError(
-                f"The ParallelSpec drafter {name} is made for {what} {own}, but {target.name} has {theirs}."
-            )
-    ids = None
-    if checkpoint.draft_ids is not None:
-        ids = torch.from_numpy(np.asarray(checkpoint.draft_ids, dtype=np.int64)).to(embed.device)
-    net = cast(ParallelSpecNet, load_net(checkpoint, embed.dtype, embed.device))
-    return ParallelSpecDrafter(net, embed, ids, name, hash_weights(checkpoint.state, checkpoint.draft_ids))

@@ -12,6 +12,7 @@ side share the page cache), rows concatenated over answers:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from workbench.errors import InputError
 
+NOTE = "store.json"  # of which target and corpus the features are; a store without one is taken on trust
 ARRAYS = ("feat", "final", "tok", "length", "prompt_length", "soft_id", "soft_p", "kind", "temperature", "answer_id")
 LOOP_NGRAM = 9
 LOOP_RUN = 32  # an answer is cut once this many tokens in a row repeat earlier 9-grams of it
@@ -75,13 +77,19 @@ def loop_cut(tokens: np.ndarray) -> int:
 class FeatureStore:
     """Memory-mapped shards and the list of answers in them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, n_shards: int | None = None) -> None:
+        """Open all shards, or the first `n_shards`. Raises InputError where there are none, or not so many."""
         self.root = Path(root)
+        if not self.root.is_dir():
+            raise InputError(f"{root}: there is no feature store (no such folder).")
         folders = sorted(p for p in self.root.iterdir() if p.is_dir() and not p.name.endswith(".tmp"))
-        if not folders:
-            raise InputError(f"{root} holds no feature shards")
-        self.shards = [{name: np.load(p / f"{name}.npy", mmap_mode="r") for name in ARRAYS} for p in folders]
+        if len(folders) < max(1, n_shards or 0):
+            raise InputError(f"{root} holds {len(folders)} feature shards; {max(1, n_shards or 0)} or more are needed.")
+        self.note = read_note(self.root)
+        self.shards = [_open_shard(p) for p in folders[:n_shards]]
         self.answers = [answer for i in range(len(self.shards)) for answer in self._answers(i)]
+        self.feature_size = int(self.shards[0]["feat"].shape[1])  # 3H
+        self.n_tokens = 1 + max(int(shard["tok"].max()) for shard in self.shards)  # the least vocabulary it fits
 
     def _answers(self, i: int) -> Iterator[Answer]:
         shard = self.shards[i]
@@ -93,15 +101,26 @@ class FeatureStore:
             row, label_row = row + int(length), label_row + int(length - prompt)
 
     def split(self, held_out_share: float = 0.04) -> tuple[list[Answer], list[Answer]]:
-        """(training, held-out) answers; an answer's side depends on its id alone."""
-        side = [(a.answer_id * 2654435761 % 2**32) / 2**32 < held_out_share for a in self.answers]
-        train = [a for a, held in zip(self.answers, side, strict=True) if not held]
-        return train, [a for a, held in zip(self.answers, side, strict=True) if held]
+        """(training, held-out) answers; an answer's side depends on its id alone.
+
+        A store so small that one side would be empty gives it the one answer nearest to it. Raises InputError for
+        fewer than two answers (unless none is to be held out).
+        """
+        place = [(a.answer_id * 2654435761 % 2**32) / 2**32 for a in self.answers]
+        n_held = sum(x < held_out_share for x in place)
+        if held_out_share > 0:
+            if len(place) < 2:
+                raise InputError(f"{self.root} holds {len(place)} answer(s); two are needed, one of them held out.")
+            n_held = min(max(1, n_held), len(place) - 1)
+        held_out = set(sorted(range(len(place)), key=place.__getitem__)[:n_held])
+        train = [a for i, a in enumerate(self.answers) if i not in held_out]
+        return train, [a for i, a in enumerate(self.answers) if i in held_out]
 
     def feature_scale(self, answers: list[Answer], n: int = 64) -> np.ndarray:
-        """Per-dimension root mean square of the features [3H] over the first n answers."""
+        """Per-dimension root mean square of the features [3H] over the first n answers; 1 where there is no signal."""
         parts = [np.asarray(self.shards[a.shard]["feat"][a.row : a.row + a.length], np.float32) for a in answers[:n]]
-        return np.sqrt(np.mean(np.concatenate(parts) ** 2, axis=0)) + 1e-6
+        rms = np.sqrt(np.mean(np.concatenate(parts) ** 2, axis=0))
+        return np.where(rms > 0, rms + 1e-6, np.float32(1))
 
     def draft_vocabulary(self, answers: list[Answer], size: int, vocab_size: int) -> np.ndarray:
         """The `size` most frequent response tokens, ties by id, as sorted target ids [V_d]."""
@@ -145,8 +164,32 @@ class FeatureStore:
         )
 
 
+def read_note(root: Path) -> dict[str, Any] | None:
+    """store.json of a feature store; None where there is none. Raises InputError for a damaged one."""
+    path = root / NOTE
+    if not path.exists():
+        return None
+    try:
+        note = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        note = None
+    if not isinstance(note, dict):
+        raise InputError(f"{path}: damaged; remove the folder and write the features anew.")
+    return note
+
+
+def _open_shard(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of a shard, memory-mapped. Raises InputError for a damaged one."""
+    try:
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{folder}: not a whole feature shard; remove it and write the features again.") from error
+
+
 def batches(answers: list[Answer], n_tokens: int, seed: int, epoch: int) -> list[list[Answer]]:
     """One pass over the answers in random order, answers of like length together, padded size about `n_tokens`."""
+    if not answers:
+        return []
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(answers))
     out: list[list[Answer]] = []

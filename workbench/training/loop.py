@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from tqdm import tqdm
 from workbench.drafters.nets import Eagle3Net, MedusaNet, NetConfig, ParallelSpecNet, SpecBlockNet
 from workbench.errors import InputError
 from workbench.training.data import Batch, FeatureStore, batches
-from workbench.training.muon import Muon
 from workbench.training.objectives import (
     Objective,
     ObjectiveConfig,
@@ -27,6 +26,9 @@ from workbench.training.objectives import (
     parallelspec_objective,
     specblock_objective,
 )
+from workbench.training.optimisers import make_optimisers, schedule
+from workbench.training.rankfit import fit_to_batches
+from workbench.training.statefile import append_metrics, read_metrics, read_state, trim_metrics, write_state
 
 KINDS = ("specblock", "eagle3", "medusa", "parallelspec")
 
@@ -47,6 +49,7 @@ class TrainConfig:
     warmup_share: float = 0.03
     clip_norm: float = 1.0
     held_out_share: float = 0.04
+    n_rank_fit: int = 60_000  # SpecBlock: positions whose slots the rank head is fitted to at the end; 0 = not
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,36 +91,8 @@ def make_objective(net: nn.Module, embed: Tensor, head_rows: Tensor, config: Obj
     return medusa_objective(net, head_rows, config)
 
 
-def make_optimisers(net: nn.Module, config: TrainConfig) -> tuple[list[torch.optim.Optimizer], list[nn.Parameter]]:
-    """Muon for matrices, AdamW for the rest; also the parameters under gradient clipping (the rank head is not)."""
-    matrices, head, other, clipped = [], [], [], []
-    for name, p in net.named_parameters():
-        is_rank = name.startswith("rank_head")
-        if not is_rank:
-            clipped.append(p)
-        if name.startswith("lm_head"):
-            head.append(p)
-        elif p.ndim == 2 and not is_rank and not name.startswith(("mask_", "input_layer.position_queries")):
-            matrices.append(p)
-        else:
-            other.append(p)
-    groups = [
-        {"params": head, "lr": config.head_lr, "weight_decay": 0.0},
-        {"params": other, "lr": config.other_lr, "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95))
-    return [Muon(matrices, lr=config.matrix_lr, weight_decay=config.weight_decay), adam], clipped
-
-
-def schedule(progress: float, warmup: float) -> float:
-    """Learning-rate factor at a share of the run: linear warm-up, flat, linear decay over the last 60 %."""
-    if progress < warmup:
-        return progress / warmup
-    return min(1.0, max(0.02, (1.0 - progress) / 0.6))
-
-
 class Trainer:
-    """Holds what a run needs and steps through it; `state_path` makes it resumable after SIGKILL."""
+    """Holds what a run needs and steps through it; the state in its folder makes it resumable after SIGKILL."""
 
     def __init__(
         self,
@@ -130,15 +105,17 @@ class Trainer:
         draft_ids: np.ndarray | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        """Begin, or take up the run in `out`. Raises InputError where that is another run, or the store unfit."""
         self.config, self.store, self.out, self.device = config, store, out, torch.device(device)
+        saved = self._saved()
+        if saved is not None and saved.get("n_shards", len(store.shards)) != len(store.shards):
+            self.store = FeatureStore(store.root, saved["n_shards"])  # it has grown since: the epoch keeps its answers
         self.embed = embed.to(self.device)
-        self.train, self.held_out = store.split(config.held_out_share)
-        if draft_ids is None:
-            draft_ids = store.draft_vocabulary(self.train, config.net.draft_vocab_size, config.net.vocab_size)
-        self.draft_ids = draft_ids
+        self.train, self.held_out = self.store.split(config.held_out_share)
+        self.draft_ids = self._vocabulary(draft_ids, saved)
         self.to_draft = np.full(config.net.vocab_size, -1, np.int64)
         self.to_draft[self.draft_ids] = np.arange(len(self.draft_ids))
-        self.scale = torch.from_numpy(store.feature_scale(self.train).astype(np.float32))
+        self.scale = torch.from_numpy(self.store.feature_scale(self.train).astype(np.float32))
         head_rows = head.cpu()[torch.from_numpy(self.draft_ids)].to(self.device)
         self.net = make_net(config).to(self.device)
         warm_start(self.net, head_rows, final_norm)
@@ -147,14 +124,36 @@ class Trainer:
         self.base_lr = [[g["lr"] for g in o.param_groups] for o in self.optimisers]
         self.generator = torch.Generator().manual_seed(config.seed)
         self.n_seen, self.epoch, self.index, self.n_steps, self.seconds = 0, 0, 0, 0, 0.0
-        self.state_path = out / "training_state.pt"
-        if self.state_path.exists():
-            self.restore()
+        self.window = Readings()  # since the last line of metrics
+        self.is_finished = False
+        if saved is not None:
+            self.restore(saved)
 
-    def restore(self) -> None:
-        state = torch.load(self.state_path, weights_only=True)
+    def _saved(self) -> dict[str, Any] | None:
+        """The state in the folder, if any. Raises InputError for that of another run."""
+        state = read_state(self.out)
+        if state is None:
+            return None
         if state["config"] != json.dumps(self.config.to_dict(), sort_keys=True):
-            raise InputError(f"{self.out} holds a run with other settings; choose another folder or the same settings")
+            raise InputError(f"{self.out} holds a run with other settings; choose another folder or the same settings.")
+        if state.get("features", self.store.note) != self.store.note:
+            raise InputError(f"{self.out} holds a run on other features than {self.store.root}.")
+        return state
+
+    def _vocabulary(self, given: np.ndarray | None, saved: dict[str, Any] | None) -> np.ndarray:
+        """Sorted target ids of the draft vocabulary: the saved run's, the given one or, afresh, the most frequent."""
+        if saved is not None and "draft_ids" in saved:
+            known: np.ndarray = saved["draft_ids"].numpy()
+            if given is not None and not np.array_equal(known, given):
+                raise InputError(f"{self.out} holds a run with another draft vocabulary.")
+            return known
+        if given is not None:
+            return given
+        net = self.config.net
+        return self.store.draft_vocabulary(self.train, net.draft_vocab_size, net.vocab_size)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; tensors move to the run's device."""
         self.net.load_state_dict(state["net"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -162,31 +161,39 @@ class Trainer:
         self.scale = state["scale"]
         self.n_seen, self.epoch, self.index = state["n_seen"], state["epoch"], state["index"]
         self.n_steps, self.seconds = state["n_steps"], state["seconds"]
+        self.window = Readings(**state.get("window", {}))
+        self.is_finished = state.get("is_finished", False)
 
     def save(self) -> None:
-        """Write the whole state beside the old one, then swap: a kill at any moment leaves one that loads."""
+        """Write the whole state. Raises InputError where the disk does not take it."""
+        window = {"hit": self.window.hit, "rows": self.window.rows, "confusion": self.window.confusion}
         state = {
             "config": json.dumps(self.config.to_dict(), sort_keys=True),
             "net": self.net.state_dict(),
             "optimisers": [o.state_dict() for o in self.optimisers],
             "generator": self.generator.get_state(),
             "scale": self.scale,
+            "draft_ids": torch.from_numpy(np.asarray(self.draft_ids, np.int64)),
+            "features": self.store.note,
+            "n_shards": len(self.store.shards),
+            "window": window,
+            "is_finished": self.is_finished,
             "n_seen": self.n_seen,
             "epoch": self.epoch,
             "index": self.index,
             "n_steps": self.n_steps,
             "seconds": self.seconds,
         }
-        self.out.mkdir(parents=True, exist_ok=True)
-        temporary = self.state_path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        os.replace(temporary, self.state_path)
+        write_state(self.out, state)
 
     def run(self, save_every_s: float = 180.0, log_every: int = 20, evaluate_every_s: float = 600.0) -> None:
-        """Train to `n_positions`, appending to metrics.jsonl; ends with a held-out reading."""
+        """Train to `n_positions`, appending to metrics.jsonl; ends with a held-out reading.
+
+        Lines of metrics past the restored state are dropped, since their steps run again; a finished run does nothing.
+        """
+        trim_metrics(self.out, self.n_steps)
         bar = tqdm(total=self.config.n_positions, initial=self.n_seen, unit="pos", desc=self.config.kind)
         saved = evaluated = time.monotonic()
-        window = Readings()
         while self.n_seen < self.config.n_positions:
             plan = batches(self.train, self.config.batch_tokens, self.config.seed, self.epoch)
             while self.index < len(plan) and self.n_seen < self.config.n_positions:
@@ -194,11 +201,11 @@ class Trainer:
                 loss, readings, n = self.step(plan[self.index])
                 self.index += 1
                 self.seconds += time.monotonic() - began
-                window.merge(readings)
+                self.window.merge(readings)
                 bar.update(n)
                 if self.n_steps % log_every == 0:
-                    self.log("train", window, loss)
-                    window = Readings()
+                    self.log("train", self.window, loss)
+                    self.window = Readings()
                 if time.monotonic() - evaluated > evaluate_every_s:
                     self.log("held_out", self.evaluate(), None)
                     evaluated = time.monotonic()
@@ -209,9 +216,25 @@ class Trainer:
                 self.epoch, self.index = self.epoch + 1, 0
                 self.store = FeatureStore(self.store.root)  # a store still being written: take what has come
                 self.train, self.held_out = self.store.split(self.config.held_out_share)
-        self.save()
-        self.log("held_out", self.evaluate(), None)
         bar.close()
+        if not self.is_finished:
+            self.save()
+            self.finish()
+            self.is_finished = True
+            self.save()
+        if not any(row.get("is_last") for row in read_metrics(self.out)[-1:]):
+            self.log("held_out", self.evaluate(), None, is_last=True)
+
+    def finish(self) -> None:
+        """With the drafter still, fit SpecBlock's rank head to the slots of `n_rank_fit` training positions."""
+        net, config = self.net, self.config
+        if not (isinstance(net, SpecBlockNet) and net.config.has_rank_head and config.n_rank_fit):
+            return
+        net.eval()
+        n_all = min(config.n_rank_fit, sum(a.length - a.prompt_length for a in self.train))
+        groups = batches(self.train, config.batch_tokens, config.seed, self.epoch + 1)
+        loaded = (self.load(group) for group in groups)
+        fit_to_batches(net, self.objective, loaded, n_all, config.objective.rank_budget_per_tier, config.seed)
 
     def load(self, answers: list[Any]) -> Batch:
         return self.store.batch(answers, self.scale, self.to_draft).to(self.device)
@@ -224,6 +247,8 @@ class Trainer:
                 group["lr"] = lr * factor
         self.net.train()
         loss, readings = self.objective(batch, self.generator)
+        if not math.isfinite(float(loss.detach())):
+            raise InputError(f"The loss of step {self.n_steps} is not finite; try lower learning rates.")
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.clipped, self.config.clip_norm)
         for optimiser in self.optimisers:
@@ -242,9 +267,10 @@ class Trainer:
             total.merge(self.objective(self.load(group), generator)[1])
         return total
 
-    def log(self, split: str, readings: Readings, loss: float | None) -> None:
+    def log(self, split: str, readings: Readings, loss: float | None, is_last: bool = False) -> None:
         row = {
             "split": split,
+            "is_last": is_last,
             "n_positions": self.n_seen,
             "n_steps": self.n_steps,
             "seconds": round(self.seconds, 1),
@@ -254,9 +280,7 @@ class Trainer:
         }
         if self.config.kind == "specblock":
             row["rank_confusion"] = readings.confusion.int().tolist()
-        self.out.mkdir(parents=True, exist_ok=True)
-        with (self.out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_metrics(self.out, row)
 
     def exported(self) -> nn.Module:
         """A copy of the network that takes raw features: the feature scale folded into the first linear layer."""

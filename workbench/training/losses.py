@@ -36,7 +36,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         reading: list[HeadReading],
         has_features: bool,
     ) -> Tensor:
-        needs_head = ctx.needs_input_grad[1]
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head) if needs_head else None
         loss = hidden.new_zeros(())
@@ -53,6 +53,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
             rank.append(above + 1)
             if has_features:
                 features.append(rank_features(logits))
+            if not needs_hidden:
+                continue
             grad = logits.sub_(lse[:, None]).exp_().mul_((w * p.sum(-1))[:, None])
             grad.scatter_add_(-1, ids, -p * w[:, None])
             torch.mm(grad, head, out=grad_hidden[part])

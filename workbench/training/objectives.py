@@ -45,6 +45,7 @@ class Readings:
     hit: dict[str, float] = field(default_factory=dict)
     rows: dict[str, float] = field(default_factory=dict)
     confusion: Tensor = field(default_factory=lambda: torch.zeros(4, 4))
+    rank_rows: list[tuple[Tensor, Tensor]] | None = None  # a list: keep the rank head's inputs [R, H + 15] and tiers
 
     def add(self, name: str, reading: HeadReading) -> None:
         self.hit[name] = self.hit.get(name, 0.0) + float(reading.is_best.sum())
@@ -57,7 +58,8 @@ class Readings:
         self.confusion += other.confusion
 
 
-Objective = Callable[[Batch, torch.Generator], tuple[Tensor, Readings]]
+Objective = Callable[..., tuple[Tensor, Readings]]
+"""(batch, generator) -> (loss, readings); SpecBlock's also takes the readings to add to."""
 
 
 def keep_kv(store: list[tuple[Tensor, Tensor]]) -> Attend:
@@ -113,8 +115,8 @@ def specblock_objective(net: SpecBlockNet, embed: Tensor, config: ObjectiveConfi
     vocabulary head has been run; the released recipe masks by the rank head's own earlier hits instead.
     """
 
-    def objective(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Readings]:
-        readings = Readings()
+    def objective(batch: Batch, generator: torch.Generator, into: Readings | None = None) -> tuple[Tensor, Readings]:
+        readings = into or Readings()
         is_start = batch.is_label[:, :-1]  # pair i counts where t_{i+1} is a token of the answer
         n_pairs = is_start.shape[1]
         kv: list[tuple[Tensor, Tensor]] = []
@@ -245,8 +247,11 @@ def _rank_term(
     net: SpecBlockNet, config: ObjectiveConfig, x: Tensor, reading: HeadReading, readings: Readings
 ) -> Tensor:
     assert reading.features is not None
-    logits = net.rank_head(torch.cat([net.norm(x).detach(), reading.features], dim=-1))
+    rows = torch.cat([net.norm(x).detach(), reading.features], dim=-1)
+    logits = net.rank_head(rows)
     tier = tier_of_rank(reading.rank)
+    if readings.rank_rows is not None:
+        readings.rank_rows.append((rows, tier))
     guess = logits.argmax(-1)
     readings.confusion += torch.bincount((4 * tier + guess).cpu(), minlength=16).view(4, 4)
     return rank_loss(logits, tier, config.rank_budget_per_tier)
