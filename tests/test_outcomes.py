@@ -14,7 +14,7 @@ from synthetic import pools, text_along
 
 from workbench import outcomes
 from workbench.errors import InputError
-from workbench.outcomes import OutcomeCache, OutcomeTable, joined, outcome_table
+from workbench.outcomes import OutcomeCache, OutcomeTable, Span, joined, outcome_table
 from workbench.pools import DraftPools, PoolLevel, Text, expansion_rows, starts_rows
 from workbench.tree import (
     PRESETS,
@@ -114,7 +114,7 @@ def slow_row(plan: Plan, found: DraftPools, text: Text, row: int) -> dict[str, A
 def test_every_row_is_what_the_tree_module_says_of_it_alone(rig: Any, name: str) -> None:
     kind, plan = PLANS[name]
     found, text = rig[kind]
-    table = outcome_table(plan, found, text)
+    table = outcome_table(plan, found, Span.of(text))
     for row in range(N_ROWS):
         slow = slow_row(plan, found, text, row)
         fast = {key: getattr(table, key)[row].tolist() for key in slow}
@@ -127,7 +127,7 @@ def test_every_row_is_what_the_tree_module_says_of_it_alone(rig: Any, name: str)
 
 def test_the_trial_is_not_idle(rig: Any) -> None:
     found, text = rig["specblock"]
-    table = outcome_table(PRESETS["specblock"], found, text)
+    table = outcome_table(PRESETS["specblock"], found, Span.of(text))
     assert {0, 1} <= set(table.n_accepted.tolist())
     assert 1 < table.n_starts[:, 1].mean() < 25
     assert not table.is_missed.all()
@@ -139,14 +139,18 @@ def same(a: OutcomeTable, b: OutcomeTable) -> bool:
 
 def test_chunks_and_parts_do_not_matter(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found, text = rig["specblock"]
-    whole = outcome_table(BlockPlan(), found, text)
+    whole = outcome_table(BlockPlan(), found, Span.of(text))
     halves = [
-        outcome_table(BlockPlan(), found.rows(slice(*text.row_offset[[a, b]])), text.episodes(range(a, b)))
+        outcome_table(
+            BlockPlan(),
+            found.rows(slice(*text.row_offset[[a, b]])),
+            Span.of(text).rows(slice(*text.row_offset[[a, b]])),
+        )
         for a, b in ((0, 2), (2, 6))
     ]
     assert same(joined(halves), whole)
     monkeypatch.setattr(outcomes, "CHUNK_ROWS", 7)
-    assert same(outcome_table(BlockPlan(), found, text), whole)
+    assert same(outcome_table(BlockPlan(), found, Span.of(text)), whole)
 
 
 def dropped(found: DraftPools, rng: np.random.Generator, share: float) -> DraftPools:
@@ -181,8 +185,8 @@ def dropped(found: DraftPools, rng: np.random.Generator, share: float) -> DraftP
 def test_every_difference_of_a_smaller_envelope_is_a_flagged_miss(rig: Any, name: str, share: float) -> None:
     kind, plan = PLANS[name]
     found, text = rig[kind]
-    wide = outcome_table(plan, found, text)
-    small = outcome_table(plan, dropped(found, np.random.default_rng(1), share), text)
+    wide = outcome_table(plan, found, Span.of(text))
+    small = outcome_table(plan, dropped(found, np.random.default_rng(1), share), Span.of(text))
     assert not (wide.is_missed & ~small.is_missed).any()
     whole = ~small.is_missed
     assert (small.n_accepted[whole] == wide.n_accepted[whole]).all()
@@ -198,12 +202,12 @@ def test_a_start_that_the_cut_prunes_is_no_miss(rig: Any) -> None:
     """With a budget of one node no start of the second level can matter, recorded or not."""
     found, text = rig["specblock"]
     bare = replace(found, levels=found.levels[:1])
-    table = outcome_table(BlockPlan(budget=1), bare, text)
+    table = outcome_table(BlockPlan(budget=1), bare, Span.of(text))
     best_is_spine_end = table.is_missed  # the one node left may itself be a start
     assert (table.n_nodes == 1).all()
     assert best_is_spine_end.all()  # its own block is the only thing not known
     assert (table.n_accepted_high >= table.n_accepted).all()
-    assert not outcome_table(BlockPlan(budget=1, n_blocks=1), bare, text).is_missed.any()
+    assert not outcome_table(BlockPlan(budget=1, n_blocks=1), bare, Span.of(text)).is_missed.any()
 
 
 @settings(max_examples=25, deadline=None)
@@ -219,7 +223,7 @@ def test_over_one_grown_set_a_larger_budget_never_accepts_less(
     plan = BlockPlan(
         budget=budget, n_blocks=blocks, root_width=root, tier_widths=tiers, is_lazy=False, start_cap=None
     )  # fmt: skip
-    small, large = (outcome_table(p, found, text) for p in (plan, replace(plan, budget=budget + more)))
+    small, large = (outcome_table(p, found, Span.of(text)) for p in (plan, replace(plan, budget=budget + more)))
     is_known = ~(small.is_missed | large.is_missed)
     assert (large.n_accepted[is_known] >= small.n_accepted[is_known]).all()
     assert (large.n_nodes >= small.n_nodes).all()
@@ -228,16 +232,17 @@ def test_over_one_grown_set_a_larger_budget_never_accepts_less(
 def test_no_peeking(rig: Any) -> None:
     """Pools and text after a row do not touch the rows whose steps end before."""
     found, text = rig["specblock"]
-    table = outcome_table(BlockPlan(), found, text)
+    table = outcome_table(BlockPlan(), found, Span.of(text))
     cut = 70
     order = np.concatenate([np.arange(cut), np.random.default_rng(0).permutation(np.arange(cut, N_ROWS))])
     changed = replace(
-        found, levels=[PoolLevel(expansion_rows(x.expansion, order), starts_rows(x.starts, order)) for x in found.levels]
+        found,
+        levels=[PoolLevel(expansion_rows(x.expansion, order), starts_rows(x.starts, order)) for x in found.levels],
     )
     episode = int(text.row_episode()[cut])
     token = text.token.copy()
     token[cut + episode + 1 :] = 77
-    other = outcome_table(BlockPlan(), changed, replace(text, token=token))
+    other = outcome_table(BlockPlan(), changed, Span.of(replace(text, token=token)))
     reach = np.arange(N_ROWS) + np.maximum(table.n_accepted, other.n_accepted) < cut
     reach &= text.row_episode() < episode
     assert reach.sum() > 30
@@ -248,18 +253,18 @@ def test_no_peeking(rig: Any) -> None:
 def test_what_the_pools_cannot_answer_is_an_error(rig: Any) -> None:
     found, text = rig["specblock"]
     with pytest.raises(InputError, match="looks at 11 candidates a slot, the trace's specblock pools hold 10"):
-        outcome_table(BlockPlan(root_width=11), found, text)
+        outcome_table(BlockPlan(root_width=11), found, Span.of(text))
     with pytest.raises(InputError, match="needs 5 slots"):
-        outcome_table(BlockPlan(n_slots=5), found, text)
+        outcome_table(BlockPlan(n_slots=5), found, Span.of(text))
     with pytest.raises(InputError, match="does not fit the drafter"):
-        outcome_table(BeamPlan(), found, text)
+        outcome_table(BeamPlan(), found, Span.of(text))
     with pytest.raises(InputError, match="have 120 rows, the text 100"):
-        outcome_table(BlockPlan(), found, text.episodes(range(5)))
+        outcome_table(BlockPlan(), found, Span.of(text.episodes(range(5))))
 
 
 def test_no_rows_are_no_outcomes(rig: Any) -> None:
     found, text = rig["specblock"]
-    table = outcome_table(BlockPlan(), found.rows(slice(0, 0)), text.episodes([]))
+    table = outcome_table(BlockPlan(), found.rows(slice(0, 0)), Span.of(text.episodes([])))
     assert table.n_rows == 0 and table.n_starts.shape == (0, 2)
 
 
@@ -267,13 +272,13 @@ def test_the_cache_computes_a_table_once_and_drops_the_oldest(rig: Any) -> None:
     found, text = rig["medusa"]
     cache = OutcomeCache(n_most=2)
     plans = [ProductPlan(budget=b) for b in (5, 6, 7)]
-    first = cache.table("a", plans[0], found, text)
-    assert cache.table("a", plans[0], found, text) is first
-    assert cache.table("b", plans[0], found, text) is not first
-    assert cache.table("a", plans[0], found, text) is first  # now the newest
-    cache.table("a", plans[1], found, text)
-    assert cache.table("a", plans[0], found, text) is first
-    cache.table("a", plans[2], found, text)
+    first = cache.table("a", plans[0], found, Span.of(text))
+    assert cache.table("a", plans[0], found, Span.of(text)) is first
+    assert cache.table("b", plans[0], found, Span.of(text)) is not first
+    assert cache.table("a", plans[0], found, Span.of(text)) is first  # now the newest
+    cache.table("a", plans[1], found, Span.of(text))
+    assert cache.table("a", plans[0], found, Span.of(text)) is first
+    cache.table("a", plans[2], found, Span.of(text))
     assert len(cache._tables) == 2
 
 
@@ -283,7 +288,7 @@ def test_cost_grows_no_faster_than_rows() -> None:
     text = text_along(found, 4)
 
     def seconds(n: int) -> float:
-        part = found.rows(slice(0, n * 1000)), text.episodes(range(n))
+        part = found.rows(slice(0, n * 1000)), Span.of(text.episodes(range(n)))
         times = []
         for _ in range(3):
             began = time.process_time()

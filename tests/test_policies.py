@@ -19,7 +19,7 @@ from policies.static_trees import expected_tokens, medusa_tree, sequoia_tree
 from policies.thompson import posterior
 from policies.ucb import bonus, upper_bounds
 from workbench.errors import InputError
-from workbench.outcomes import outcome_table
+from workbench.outcomes import Span, outcome_table
 from workbench.policy import Feedback, Observation
 from workbench.pools import Text
 from workbench.tree import PRESETS, BeamPlan, BlockPlan, StaticPlan, beam_chain, grow, plan_to_dict
@@ -60,7 +60,7 @@ def rig() -> tuple[Text, dict[str, Any]]:
 def menu_of(policy: Any, rig: Any) -> Menu:
     text, found = rig
     drafters = [arm.drafter for arm in policy.arms]
-    tables = [outcome_table(arm.plan, found[arm.drafter], text) for arm in policy.arms]
+    tables = [outcome_table(arm.plan, found[arm.drafter], Span.of(text)) for arm in policy.arms]
     return Menu(tables, drafters, [found[d].n_slots for d in drafters])
 
 
@@ -228,13 +228,13 @@ def test_sequoia_and_medusa_agree_where_slots_are_alike() -> None:
 
 def test_a_depth_stop_cuts_what_is_unlikely(rig: Any) -> None:
     text, found = rig
-    whole = outcome_table(BeamPlan(), found["eagle3"], text)
+    whole = outcome_table(BeamPlan(), found["eagle3"], Span.of(text))
     for mass, same in ((0.0, True), (1e5, False)):
-        table = outcome_table(DepthStopPlan(BeamPlan(), mass), found["eagle3"], text)
+        table = outcome_table(DepthStopPlan(BeamPlan(), mass), found["eagle3"], Span.of(text))
         assert (table.n_starts == whole.n_starts).all() == same
-    first = outcome_table(BeamPlan(depth=0), found["eagle3"], text)
+    first = outcome_table(BeamPlan(depth=0), found["eagle3"], Span.of(text))
     assert (table.n_accepted == first.n_accepted).all() and (table.n_blocks == 1).all()
-    some = outcome_table(DepthStopPlan(BeamPlan(), 0.4), found["eagle3"], text)
+    some = outcome_table(DepthStopPlan(BeamPlan(), 0.4), found["eagle3"], Span.of(text))
     assert 1 < some.n_blocks.mean() < 8 and len(np.unique(some.n_blocks)) > 2
     assert (some.n_accepted <= whole.n_accepted).mean() > 0.9
 

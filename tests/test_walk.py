@@ -13,7 +13,7 @@ from synthetic import STOP, pools, text_along
 from workbench.errors import InputError
 from workbench.forwards import N_CHUNK_ROWS, forward_counts, step_forwards
 from workbench.hindsight import fewest_steps
-from workbench.outcomes import OutcomeTable, outcome_table
+from workbench.outcomes import OutcomeTable, Span, outcome_table
 from workbench.policy import Arm, Feedback, FlatCost, Observation, kept, prompt_draw_key, uniforms
 from workbench.pools import Text
 from workbench.tree import PRESETS, commit
@@ -50,7 +50,7 @@ def rig() -> tuple[Text, Menu, tuple[Arm, ...]]:
     found = {kind: pools(kind, 90, seed=i) for i, kind in enumerate(ARMS)}
     text = text_along(found["specblock"], 6)
     menu = Menu(
-        [outcome_table(plan, found[kind], text) for kind, plan in ARMS.items()],
+        [outcome_table(plan, found[kind], Span.of(text)) for kind, plan in ARMS.items()],
         list(ARMS), [found[kind].n_slots for kind in ARMS],
     )  # fmt: skip
     return text, menu, tuple(Arm(kind, kind, plan) for kind, plan in ARMS.items())

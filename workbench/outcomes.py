@@ -111,13 +111,13 @@ def _prune_key(cum: int, depth: int, i: int) -> int:
     return -np.int64(cum) << 32 | np.int64(depth) << 20 | i  # type: ignore[return-value]
 
 
-def outcome_table(plan: Plan, pools: DraftPools, text: Text, creators: Creators | None = None) -> OutcomeTable:
-    """The outcomes of a plan at every row of the text.
+def outcome_table(plan: Plan, pools: DraftPools, span: Span, creators: Creators | None = None) -> OutcomeTable:
+    """The outcomes of a plan at every row of the pools; `span` is where the text goes on behind each.
 
     Raises InputError where the pools cannot answer the plan at all: other rows, fewer slots or candidates a slot.
     """
-    check_covered(plan, pools, text)
-    whole, span = creators or Creators.of(pools), Span.of(text)
+    check_covered(plan, pools, span)
+    whole = creators or Creators.of(pools)
     parts = [
         _chunk(plan, TraceSource(pools.rows(rows), whole.rows(rows)), span.rows(rows))
         for rows in row_chunks(pools.n_rows)
@@ -130,10 +130,10 @@ def row_chunks(n_rows: int) -> Iterator[slice]:
     return (slice(first, min(first + CHUNK_ROWS, n_rows)) for first in range(0, n_rows, CHUNK_ROWS))
 
 
-def check_covered(plan: Plan, pools: DraftPools, text: Text) -> None:
+def check_covered(plan: Plan, pools: DraftPools, span: Span) -> None:
     """InputError unless the pools lie along the text and offer the plan's slots and candidates."""
-    if pools.n_rows != text.n_rows:
-        raise InputError(f"the {pools.kind} pools have {pools.n_rows} rows, the text {text.n_rows}")
+    if pools.n_rows != len(span.n):
+        raise InputError(f"the {pools.kind} pools have {pools.n_rows} rows, the text {len(span.n)}")
     check_plan(plan, pools.kind, pools.levels[0].expansion.token.shape[2])
     if plan.width > pools.width:
         raise InputError(
@@ -207,10 +207,10 @@ class OutcomeCache:
     n_most: int = 256
     _tables: dict[Hashable, OutcomeTable] = field(default_factory=dict)
 
-    def table(self, trace_hash: str, plan: Plan, pools: DraftPools, text: Text) -> OutcomeTable:
+    def table(self, trace_hash: str, plan: Plan, pools: DraftPools, span: Span) -> OutcomeTable:
         """The table, computed unless it is there."""
         key = trace_hash, pools.kind, plan
-        found = self._tables.pop(key, None) or outcome_table(plan, pools, text)
+        found = self._tables.pop(key, None) or outcome_table(plan, pools, span)
         self._tables[key] = found  # the newest stands last
         while len(self._tables) > self.n_most:
             del self._tables[next(iter(self._tables))]

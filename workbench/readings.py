@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.outcomes import Span, check_covered, grown, row_chunks
-from workbench.pools import DraftPools, Text
+from workbench.pools import DraftPools
 from workbench.source import Creators, TraceSource, kernel
 from workbench.tree import LOGP_STEPS_PER_NAT, Plan
 
@@ -33,9 +33,9 @@ def _count_ranks(
             counts[k, rank] += 1
 
 
-def rank_counts(pools: DraftPools, text: Text) -> NDArray[np.int64]:
+def rank_counts(pools: DraftPools, span: Span) -> NDArray[np.int64]:
     """How often the text's token had each rank at each slot of the first level, [K, W + 1]; column 0: not offered."""
-    token, span = pools.levels[0].expansion.token, Span.of(text)
+    token = pools.levels[0].expansion.token
     counts = np.zeros((token.shape[2], token.shape[3] + 1), np.int64)
     _count_ranks(token, span.token, span.begin, span.n, counts)
     return counts
@@ -65,13 +65,13 @@ def no_calibration() -> Calibration:
     return Calibration(np.zeros(N_BINS, np.int64), np.zeros(N_BINS, np.int64), np.zeros(N_BINS))
 
 
-def calibration(plan: Plan, pools: DraftPools, text: Text, rows: NDArray[np.int64]) -> Calibration:
+def calibration(plan: Plan, pools: DraftPools, span: Span, rows: NDArray[np.int64]) -> Calibration:
     """Draft probability against acceptance over the trees of the steps that start at `rows` [R].
 
     Nodes deeper than the recorded text goes are left out: nobody knows whether they would have been accepted.
     """
-    check_covered(plan, pools, text)
-    creators, span, found = Creators.of(pools), Span.of(text), no_calibration()
+    check_covered(plan, pools, span)
+    creators, found = Creators.of(pools), no_calibration()
     for chunk in row_chunks(len(rows)):
         chosen = rows[chunk]
         _, trees = grown(plan, TraceSource(pools.rows(chosen), creators.rows(chosen)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from policies import parse_policy, read_policies
 from workbench.errors import InputError
 from workbench.hindsight import fewest_steps
-from workbench.outcomes import OutcomeTable, check_covered, joined, outcome_table
+from workbench.outcomes import OutcomeTable, Span, joined, outcome_table
 from workbench.policy import Arm, FlatCost, Policy, StepCost
 from workbench.pools import DraftPools, Text
 from workbench.readings import Calibration, calibration, no_calibration, rank_counts, rank_shares
@@ -40,8 +41,8 @@ class PoolSource(Protocol):
         """Whose pools there are."""
         ...
 
-    def parts(self, drafter: str) -> Iterator[tuple[range, DraftPools]]:
-        """Runs of whole episodes, in order, and their pools."""
+    def parts(self, drafter: str) -> Iterator[tuple[slice, DraftPools]]:
+        """Runs of the text's rows, in order, and their pools."""
         ...
 
 
@@ -57,9 +58,9 @@ class PoolsInMemory:
         """Whose pools there are."""
         return tuple(self.pools)
 
-    def parts(self, drafter: str) -> Iterator[tuple[range, DraftPools]]:
-        """All episodes at once."""
-        yield range(self.text.n_episodes), self.pools[drafter]
+    def parts(self, drafter: str) -> Iterator[tuple[slice, DraftPools]]:
+        """All rows at once."""
+        yield slice(0, self.text.n_rows), self.pools[drafter]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Engine:
         """How often each rank of each slot of the first level is the text's token, [K, W]."""
         self._need(drafter)
         if drafter not in self._ranks:
-            counts = sum(rank_counts(pools, self._text(part)) for part, pools in self.source.parts(drafter))
+            counts = sum(rank_counts(pools, self.span.rows(rows)) for rows, pools in self.source.parts(drafter))
             self._ranks[drafter] = rank_shares(np.asarray(counts))
         return self._ranks[drafter]
 
@@ -130,12 +131,11 @@ class Engine:
 
     def _fill(self, drafter: str, arms: Sequence[Arm]) -> None:
         parts: dict[Arm, list[OutcomeTable]] = {arm: [] for arm in arms}
-        for part, pools in self.source.parts(drafter):
-            text, creators = self._text(part), Creators.of(pools)
+        for rows, pools in self.source.parts(drafter):
+            span, creators = self.span.rows(rows), Creators.of(pools)
             self._n_slots[drafter] = pools.n_slots
             for arm in arms:
-                check_covered(arm.plan, pools, text)
-                parts[arm].append(outcome_table(arm.plan, pools, text, creators))
+                parts[arm].append(outcome_table(arm.plan, pools, span, creators))
         self._tables.update({arm: joined(tables) for arm, tables in parts.items()})
 
     def _need(self, drafter: str) -> None:
@@ -143,8 +143,10 @@ class Engine:
             there = ", ".join(self.source.drafters) or "none"
             raise InputError(f"the trace holds no pools of the drafter {drafter!r}; there are {there}")
 
-    def _text(self, part: range) -> Text:
-        return self.source.text.episodes(part)
+    @cached_property
+    def span(self) -> Span:
+        """Where the text goes on behind each of its rows."""
+        return Span.of(self.source.text)
 
     def menu(self, policy: Policy) -> Menu:
         """A policy's arms side by side."""
@@ -165,14 +167,12 @@ class Engine:
 
     def _readings(self, arm: Arm, steps: Steps) -> tuple[SlotTable, Calibration]:
         """Slots and calibration of the walked rows, part by part; steps stand in order of their rows."""
-        slots, found, row = [], no_calibration(), 0
+        slots, found = [], no_calibration()
         for part, pools in self.source.parts(arm.drafter):
-            text = self._text(part)
-            here = (row <= steps.row) & (steps.row < row + text.n_rows)
-            rows = steps.row[here].astype(np.int64) - row
-            slots.append(slot_table(arm.plan, pools, text, rows).up_to(steps.n_committed[here]))
-            found += calibration(arm.plan, pools, text, rows)
-            row += text.n_rows
+            here = (part.start <= steps.row) & (steps.row < part.stop)
+            rows, span = steps.row[here].astype(np.int64) - part.start, self.span.rows(part)
+            slots.append(slot_table(arm.plan, pools, span, rows).up_to(steps.n_committed[here]))
+            found += calibration(arm.plan, pools, span, rows)
         return joined_slots(slots), found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from workbench.forwards import step_forwards
+from workbench.outcomes import Span
 from workbench.policy import Arm
 from workbench.pools import DraftPools, Text
 from workbench.slots import FIELDS, SlotTable, slot_table
@@ -21,11 +22,11 @@ def step_rows(
     steps: Steps, arms: Sequence[Arm], menu: Menu, pools: Sequence[DraftPools], text: Text
 ) -> list[dict[str, Any]]:
     """One row a step, in the steps' order. `pools` holds each arm's."""
-    rows: list[dict[str, Any]] = [{}] * steps.n_steps
+    rows, span = list[dict[str, Any]]([{}] * steps.n_steps), Span.of(text)
     for a, arm in enumerate(arms):
         chosen = np.flatnonzero(steps.arm == a)
         mine = steps.only(chosen)
-        slots = slot_table(arm.plan, pools[a], text, mine.row.astype(np.int64)).up_to(mine.n_committed)
+        slots = slot_table(arm.plan, pools[a], span, mine.row.astype(np.int64)).up_to(mine.n_committed)
         for i, place in enumerate(chosen.tolist()):
             n_starts = menu.tables[a].n_starts[mine.row[i], : mine.n_blocks[i]].tolist()
             rows[place] = _row(mine, i, n_starts, text) | _forwards(arm.drafter, menu.n_slots[a], mine, i, n_starts)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.outcomes import Span, check_covered, grown, row_chunks
-from workbench.pools import DraftPools, Text
+from workbench.pools import DraftPools
 from workbench.source import Creators, TraceSource, kernel
 from workbench.steps import PARALLEL_KINDS
 from workbench.tree import Forest, Plan, Trees
@@ -50,10 +50,10 @@ def joined_slots(tables: Sequence[SlotTable]) -> SlotTable:
     return SlotTable(np.cumsum(np.concatenate([[0], *counts])), np.concatenate([table.values for table in tables]))
 
 
-def slot_table(plan: Plan, pools: DraftPools, text: Text, rows: NDArray[np.int64]) -> SlotTable:
-    """Slots of the steps that start at `rows` [R], in that order, as far as the text goes."""
-    check_covered(plan, pools, text)
-    creators, span = Creators.of(pools), Span.of(text)
+def slot_table(plan: Plan, pools: DraftPools, span: Span, rows: NDArray[np.int64]) -> SlotTable:
+    """Slots of the steps that start at `rows` [R] of the pools, in that order, as far as the text goes."""
+    check_covered(plan, pools, span)
+    creators = Creators.of(pools)
     counts, parts = [np.zeros(1, np.int64)], [np.empty((0, len(FIELDS)), np.int16)]
     for chunk in row_chunks(len(rows)):
         chosen = rows[chunk]
