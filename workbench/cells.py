@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.metrics import TierReading
 from workbench.stats import Interval
 
 ALL_TASKS = "all"  # the row over every task
@@ -50,3 +51,13 @@ def _cells(line: Sequence[str], widths: Sequence[int], n_left: int) -> Iterator[
 def printable(text: str) -> str:
     """Names from files as a terminal may be given them: no control characters."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def format_rank_reading(policy: str, reading: TierReading) -> str:
+    """The rank head's precision, recall and F1 by tier."""
+    lines: list[tuple[str, ...]] = [("rank head of " + printable(policy), "slots", "precision", "recall", "F1")]
+    for tier, ranks in enumerate(("1", "2–4", "5–10", "beyond 10")):
+        rates = (reading.precision[tier], reading.recall[tier], reading.f1[tier])
+        slots = str(int(reading.confusion[tier].sum()))
+        lines.append((f"tier {tier} (rank {ranks})", slots, *(number(float(rate), 2) for rate in rates)))
+    return aligned(lines, n_left=1)

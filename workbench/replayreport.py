@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.cells import ALL_TASKS, aligned, jsonable, number, span
+from workbench.cells import ALL_TASKS, aligned, format_rank_reading, jsonable, number, span
 from workbench.metrics import (
     TierReading,
     accept_at_depth,
@@ -278,3 +278,40 @@ def format_calibration(name: str, c: Calibration) -> str:
         label = f"{bins['edges'][i]:.1f}–{bins['edges'][i + 1]:.1f}"
         lines.append((label, str(n), number(bins["mean_prob"][i], 3), number(bins["accepted"][i], 3)))
     return aligned(lines, n_left=1)
+
+
+def format_oracle(oracle: NDArray[np.int64], text: Text) -> str:
+    """What hindsight could have done with the same arms."""
+    best = _share(text.n_rows, oracle.sum())
+    return f"Hindsight, choosing among all these arms at every step: τ {number(best, 2)} (a bound; it sees the future)."
+
+
+def format_places(name: str, slots: SlotTable) -> str:
+    """Where the text's token stood, by level and slot."""
+    lines: list[tuple[str, ...]] = [(f"slots of {name}", "tried", "first", "among the candidates")]
+    for place in slot_places(slots):
+        label = f"level {place['level'] + 1}, slot {place['slot'] + 1}"
+        lines.append((label, str(place["n"]), number(place["first"], 2), number(place["offered"], 2)))
+    return aligned(lines, n_left=1)
+
+
+def format_arms(w: Walked) -> str:
+    """How a policy shared its steps among its arms."""
+    lines = [(f"arms of {w.name}", "share")] + [(name, number(share, 2)) for name, share in arm_shares(w).items()]
+    return aligned(lines, n_left=1)
+
+
+def format_replayed(
+    walked: Sequence[Walked], rows: Sequence[ReplayRow], oracle: NDArray[np.int64], text: Text, cost: str
+) -> str:
+    """Everything, table by table."""
+    tables = [format_replay(rows), f"Milliseconds are modelled ({cost}).", format_oracle(oracle, text)]
+    if any(row.is_bound for row in rows):
+        tables.append("≥: steps asked for drafts that were not recorded; what they accepted is a lower bound.")
+    tables.append(format_depths(walked))
+    tables += [format_arms(w) for w in walked if len(w.arms) > 1]
+    for w in walked:
+        if w.slots is not None and w.calibration is not None:
+            tables += [format_places(w.name, w.slots), format_calibration(w.name, w.calibration)]
+            tables += [format_rank_reading(w.name, tiers(w.slots))] * has_tiers(w.slots)
+    return "\n\n".join(tables)

@@ -285,13 +285,3 @@ def format_divergences(found: Sequence[Divergence], n_most: int = 10) -> str:
         for d in found[:n_most]
     ]
     return "\n".join(lines + [f"... and {len(found) - n_most} more"] * (len(found) > n_most))
-
-
-def format_rank_reading(policy: str, reading: TierReading) -> str:
-    """The rank head's precision, recall and F1 by tier."""
-    lines: list[tuple[str, ...]] = [("rank head of " + printable(policy), "slots", "precision", "recall", "F1")]
-    for tier, ranks in enumerate(("1", "2–4", "5–10", "beyond 10")):
-        rates = (reading.precision[tier], reading.recall[tier], reading.f1[tier])
-        slots = str(int(reading.confusion[tier].sum()))
-        lines.append((f"tier {tier} (rank {ranks})", slots, *(number(float(rate), 2) for rate in rates)))
-    return aligned(lines, n_left=1)
