@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from workbench.errors import InputError
+from workbench.ngrams import NgramIndex
 from workbench.tree import PADDING, ROOT, BeamPlan, BlockPlan, Expansion, Plan, Starts
 
 _MOST = 1_000
@@ -261,3 +262,20 @@ class Text:
             room=self.room[np.asarray(chosen, np.int64)],
             stop_ids=self.stop_ids,
         )
+
+
+def lookup_pools(text: Text, max_ngram: int, n_slots: int) -> DraftPools:
+    """What prompt lookup offers along a text: no recording is needed, the tokens suffice."""
+    token = np.full((text.n_rows, 1, n_slots, 1), -1, np.int32)
+    row = 0
+    for episode, prompt in enumerate(text.prompt_tokens):
+        index = NgramIndex(max_ngram)
+        index.extend(prompt.tolist())
+        for committed in text.token[text.offset[episode] : text.offset[episode + 1] - 1].tolist():
+            index.extend([committed])
+            copied = index.copy(n_slots)
+            token[row, 0, : len(copied), 0] = copied
+            row += 1
+    logp = np.where(token < 0, NO_LOGP, 0).astype(np.int16)
+    expansion = Expansion(token, logp, np.full(token.shape[:3], -1, np.int8))
+    return DraftPools("lookup", n_slots, False, [PoolLevel(expansion, root_starts(text.n_rows))])

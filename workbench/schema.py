@@ -125,9 +125,7 @@ POOL_COLUMNS: tuple[Column, ...] = _PLACE + (
     Column("n_starts", "int16[M]", "count", "Starts drafted at each level; level 0 is the block at the root."),
     Column("creator", "int32[Z]", "index", "Of every start behind level 0, the candidate of this row that created it."),
     Column("tier", "int8[Q]", "tier", "Predicted rank tier of every slot; no entries without a rank head."),
-    Column(
-        "logp", "int16[C]", "1/1024 nat", "Of a slot's first candidate -log p, of others the step down to them."
-    ),
+    Column("logp", "int16[C]", "1/1024 nat", "Of a slot's first candidate -log p, of others the step down to them."),
     Column("is_named", "bool[C]", "", "Whether the candidate's token id is stored."),
     Column("token", "int32[I]", "token id", "Token ids of the named candidates; -1 where a slot has no candidate."),
 )
