@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from workbench.recorded import read_recordings, record_answer
 from workbench.sampling import Sampling
 from workbench.target import load_target
 from workbench.trace import Trace, open_trace, part_path
+from workbench.trace.__main__ import main as check_main
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +230,69 @@ def test_without_pools_nothing_is_kept(tmp_path: Path, target_folder: Path, prom
         read_pools(open_trace(out), "lookup")
     with pytest.raises(InputError, match="without features"):
         list(read_recordings(open_trace(out)))
+
+
+# ---------------------------------------------------------------------------------------- check
+
+
+def checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = check_main(["check", str(folder), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_check_says_what_there_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = checked(folder, capsys)
+    text = read_text(open_trace(folder))
+    assert status == 0 and found["is_whole"] and found["faults"] == [] and found["status"] == "finished"
+    assert (found["n_prompts"], found["n_episodes"], found["temperature"]) == (2, 3 * 6, 1.0)
+    assert found["n_positions"] == text.n_rows and list(found["pools"]) == [*KINDS, "lookup"]
+    assert all(about["n_rows"] == text.n_rows for about in found["pools"].values())
+    assert found["n_feature_rows"] == sum(map(len, text.prompt_tokens)) + len(text.token) - 3
+    assert check_main(["check", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("The trace is whole.\n") and "pools of lookup: " in out
+
+
+def swapped_starts(table: pa.Table) -> pa.Table:
+    """Two starts of the first row in each other's place: a pool that its envelope would not have made."""
+    return changed("creator", first_row(lambda x: [x[1], x[0], *x[2:]]))(table)
+
+
+@pytest.mark.parametrize(
+    "part,change,why",
+    [
+        ("pools-specblock", swapped_starts, "starts their envelope chooses at level 1"),
+        ("pools-medusa", lambda t: t.slice(1), "not the positions"),
+        ("pools-medusa", changed("token", first_row(lambda x: [1000, *x[1:]])), "beyond the vocabulary"),
+        ("features", lambda t: t.slice(1), "of .* indices"),
+        ("features", changed("final", first_row(lambda x: b"\xff" * len(x))), "not finite"),
+        ("steps", lambda t: t.slice(1), "do not make its text"),
+        ("episodes", lambda t: t.slice(0, 1), "steps of no episode"),
+    ],
+)
+def test_check_finds_what_is_broken(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, change: Any, why: str
+) -> None:
+    copy(folder, tmp_path)
+    path = part_path(tmp_path, part, 0)
+    pq.write_table(change(pq.read_table(path)), path, use_dictionary=False)
+    status, found = checked(tmp_path, capsys)
+    assert status == 1 and not found["is_whole"] and re.search(why, " ".join(found["faults"]))
+    assert check_main(["check", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.endswith("The trace is NOT whole.\n")
+
+
+def test_check_of_unfinished_and_missing_traces(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy(folder, tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(run | {"status": "running"}))
+    status, found = checked(tmp_path, capsys)
+    assert status == 1 and "did not finish" in found["faults"][0]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    part_path(tmp_path, "episodes", 1).unlink()
+    assert "1 of 2 prompts" in checked(tmp_path, capsys)[1]["faults"][0]
+    assert check_main(["check", str(tmp_path / "nowhere")]) == 2
+    assert "no trace here" in capsys.readouterr().err
