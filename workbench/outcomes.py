@@ -24,7 +24,7 @@ from workbench.pools import DraftPools, Text
 from workbench.source import Creators, TraceSource, kernel
 from workbench.tree import Forest, Plan, Trees, check_plan, grow
 
-CHUNK_ROWS = 256  # rows grown at once: their nodes then stay in the processor's cache
+CHUNK_ROWS = 512  # rows grown at once: their nodes then stay in the processor's cache
 NO_LIMIT = np.iinfo(np.int64).max
 
 
@@ -170,8 +170,20 @@ def missing_limit(source: TraceSource, forest: Forest, trees: Trees) -> NDArray[
     if source.missing:
         row, node = (np.concatenate(found) for found in zip(*source.missing))
         address = trees.level, trees.start, trees.slot, trees.rank
+        assert forest.last is not None  # since the trees are finished
+        survives = np.empty(len(row), np.bool_)
+        _survivors(row, node, forest.nodes, forest.last, survives)
+        row, node = row[survives], node[survives]
         _limit_rows(row, forest.nodes[row, node], address, trees.n, trees.cum, trees.depth, limit)
     return limit
+
+
+@kernel
+def _survivors(row: np.ndarray, node: np.ndarray, nodes: np.ndarray, last: np.ndarray, survives: np.ndarray) -> None:
+    """Whether each forest node (row[q], node[q]) stands among those its plan keeps, up to prune key `last`."""
+    for q in range(row.shape[0]):
+        found = nodes[row[q], node[q]]
+        survives[q] = _prune_key(found.cum, found.depth, node[q]) <= last[row[q]]
 
 
 @kernel

@@ -76,6 +76,7 @@ def _gather(found: np.ndarray, first: int, source: _Arrays, out: _Arrays) -> Non
                     out[2][t, s, k] = tier[t, c, k]
                     for w in range(width):
                         out[0][t, s, k, w] = token[t, c, k, w]
+                    for w in range(width):
                         out[1][t, s, k, w] = logp[t, c, k, w]
 
 
