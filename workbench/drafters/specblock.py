@@ -37,4 +37,8 @@ class SpecBlockDrafter(BranchingDrafter):
         return np.broadcast_to(last, n_ancestors.shape)
 
     def _tiers(self, normed: Tensor, top: TopLogits) -> Tensor | None:
-        return self._fast.rank_logits(normed, top.logits).argmax(-1) if self.has_tiers else None
+        return self.tier_scores(normed, top).argmax(-1) if self.has_tiers else None
+
+    def tier_scores(self, normed: Tensor, top: TopLogits) -> Tensor:
+        """The rank head's scores [..., 4]."""
+        return self._fast.rank_logits(normed, top.logits)
