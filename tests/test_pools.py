@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_drafters import KINDS, random_drafter
 
-from workbench import poolnames
+from workbench import poolnames, poolrecorder
+from workbench.drafters import along
 from workbench.errors import InputError
 from workbench.keeping import Keeping, keep_turn, kept_parts
 from workbench.outcomes import Span, outcome_table
@@ -183,3 +184,77 @@ def test_rows_and_positions_of_a_text() -> None:
         text.row(1, 1)
     one = text.episodes([2, 0])
     assert one.token.tolist() == [9, 4, 5, 6, 7] and one.offset.tolist() == [0, 2, 5] and one.prompt == [1, 0]
+
+
+Place = tuple[int, int, int, int]  # level, start, slot, rank
+
+
+def best_starts(pools: DraftPools, row: int, caps: tuple[int, ...]) -> list[list[Place]]:
+    """Who the envelope starts at each level behind 0, by dictionaries of token paths instead of forests."""
+    nodes: dict[tuple[int, ...], tuple[int, int, int, Place]] = {}  # path -> -cum, depth, number, creator
+    path_of: dict[Place, tuple[int, ...]] = {}
+    started: set[tuple[int, ...]] = set()
+    starts: list[tuple[tuple[int, ...], int]] = [((), 0)]
+    chosen = []
+    for number, cap in enumerate((*caps, 0)):
+        e, touched = pools.levels[number].expansion, {}
+        for column, (path, cum) in enumerate(starts):
+            for slot in range(pools.n_slots):
+                for rank in range(1, pools.width + 1):
+                    child = (*path, int(e.token[row, column, slot, rank - 1]))
+                    place, value = (number, column, slot, rank), cum + int(e.logp[row, column, slot, rank - 1])
+                    nodes.setdefault(child, (-value, len(child), len(nodes), place))
+                    path_of[place] = child
+                    touched[child] = None
+                path = (*path, int(e.token[row, column, slot, 0]))
+                cum = -nodes[path][0]
+        best = sorted((path for path in touched if path not in started), key=lambda path: nodes[path][:3])[:cap]
+        started |= set(best)
+        in_order = [path for path in touched if path in set(best)]
+        chosen.append([nodes[path][3] for path in in_order])
+        starts = [(path, -nodes[path][0]) for path in in_order]
+    return chosen[:-1]
+
+
+def test_the_envelope_starts_the_best_nodes(target: Target, recording: Recording) -> None:
+    drafter, r = random_drafter("specblock", target), recording
+    pools = record_pools(drafter, TINY, r.prompt_ids, r.tokens, r.features, r.final)
+    for row in range(pools.n_rows):
+        for level, wanted in zip(pools.levels[1:], best_starts(pools, row, TINY.starts)):
+            n = int(level.starts.n[row])
+            found = zip(*(getattr(level.starts, name)[row, :n].tolist() for name in ("level", "start", "slot", "rank")))
+            assert list(found) == wanted and n == len(wanted)
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3", "parallelspec"])
+def test_plain_attention_says_the_same_as_the_fused_kernel(
+    kind: str, target: Target, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs where PyTorch's fused CPU attention is not to be had."""
+    drafter, r = random_drafter(kind, target), recording
+    fused = record_pools(drafter, TINY, r.prompt_ids, r.tokens, r.features, r.final)
+    monkeypatch.setattr(along, "has_fused", lambda device, dtype: False)
+    assert_same_pools(record_pools(drafter, TINY, r.prompt_ids, r.tokens, r.features, r.final), fused)
+
+
+def test_a_prompt_of_one_token(target: Target) -> None:
+    """The first position then has no pair before its own."""
+    r = record_answer(target, [7], Sampling(), 0, 5, set())
+    for kind in KINDS:
+        drafter = random_drafter(kind, target)
+        pools = record_pools(drafter, TINY, r.prompt_ids, r.tokens, r.features, r.final)
+        for row in range(pools.n_rows):
+            assert_same_row(pools, row, live_pool(drafter, TINY, r, row + 1))
+
+
+def test_batches_do_not_matter(target: Target, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One position at a time, and pairs in short runs."""
+    r = recording
+    for kind in KINDS:
+        drafter = random_drafter(kind, target)
+        whole = record_pools(drafter, TINY, r.prompt_ids, r.tokens, r.features, r.final)
+        with monkeypatch.context() as patch:
+            patch.setattr(poolrecorder, "N_BATCH_CANDIDATES", 1)
+            patch.setattr(along, "N_CHUNK_ROWS", 8)
+            patch.setattr(along, "N_OFFER_ROWS", 8)
+            assert_same_pools(record_pools(drafter, TINY, r.prompt_ids, r.tokens, r.features, r.final), whole)
