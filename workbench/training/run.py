@@ -200,7 +200,7 @@ def make_card(trainer: Trainer, target: Target) -> dict[str, Any]:
         "versions": versions(),
         "git": git_state(),
         "n_positions": trainer.n_seen,
-        "n_distinct_positions": sum(a.length - a.prompt_length for a in trainer.train),
+        "n_positions_in_store": sum(a.length - a.prompt_length for a in trainer.train),
         "n_optimiser_steps": trainer.n_steps,
         "training_seconds": round(trainer.seconds),
         "n_parameters": sum(p.numel() for p in trainer.net.parameters()),
