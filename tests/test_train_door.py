@@ -45,7 +45,7 @@ class World:
 
     def arguments(self, kind: str, out: Path, *more: str) -> list[str]:
         given = {"--kind": kind, "--out": out, "--features": self.features, "--target": self.target, "--threads": 1}
-        small = {"--n-positions": 900, "--batch-tokens": 160, "--draft-vocab-size": 40, "--n-slots": 3, "--n-steps": 2}
+        small = {"--n-positions": 900, "--batch-tokens": 160, "--draft-vocab-size": 40, "--n-steps": 2}
         return [str(word) for pair in (given | small).items() for word in pair] + list(more)
 
 

@@ -22,6 +22,7 @@ from workbench.training.data import FeatureStore
 from workbench.training.features import check_corpus, read_corpus, write_features
 from workbench.training.loop import KINDS, TrainConfig, Trainer
 from workbench.training.objectives import ObjectiveConfig
+from workbench.training.statefile import read_metrics
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,7 @@ def make_card(trainer: Trainer, target: Target) -> dict[str, Any]:
 
     Held-out accuracies are of the rows whose best token the draft vocabulary has, a share `held_out_coverage`.
     """
-    lines = (trainer.out / "metrics.jsonl").read_text().splitlines()
-    held_out = [row for row in map(json.loads, lines) if row["split"] == "held_out"]
+    held_out = [row for row in read_metrics(trainer.out) if row["split"] == "held_out"]
     return {
         "drafter": trainer.config.kind,
         "target": target.name,
