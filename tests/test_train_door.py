@@ -210,6 +210,7 @@ def test_config_names_layers_and_blocks(world: World, tmp_path: Path) -> None:
         (["--n-blocks", "65"], "--n-blocks must be at most 64, not 65."),
         (["--matrix-lr", "nan"], "--matrix-lr must be a number above 0, not nan."),
         (["--threads", "-1"], "must not be negative"),
+        (["--seed", "-1"], "must not be negative"),
         (["--features", "absent"], "absent: there is no feature store; give --corpus"),
         (["--out", "file"], "file: is not a folder"),
         (["--out", "file/inner"], "file/inner: cannot be written (Not a directory)"),

@@ -88,8 +88,8 @@ def check_args(args: TrainArgs) -> None:
     for name in ("matrix_lr", "head_lr"):
         if not (getattr(args, name) > 0 and math.isfinite(getattr(args, name))):
             raise InputError(f"--{name.replace('_', '-')} must be a number above 0, not {getattr(args, name)}.")
-    if args.threads < 0 or not args.save_every_s >= 0:
-        raise InputError("--threads and --save-every-s must not be negative.")
+    if args.threads < 0 or args.seed < 0 or not args.save_every_s >= 0:
+        raise InputError("--threads, --seed and --save-every-s must not be negative.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise InputError(f"{args.out}: is not a folder.")
     if args.corpus is None and not Path(args.features).is_dir():
