@@ -12,7 +12,7 @@ import pytest
 from tiny_drafters import KINDS, random_drafter
 
 from workbench import poolnames
-from workbench.outcomes import outcome_table
+from workbench.outcomes import Span, outcome_table
 from workbench.poolnames import labelled, named, regrow
 from workbench.poolrecorder import record_pools
 from workbench.pools import LABEL, DraftPools, Envelope, PoolLevel, Text, clean_level, root_starts
@@ -127,7 +127,7 @@ def test_what_is_written_is_read(
     assert_same_pools(back, labelled(pools, named(pools, text)))
     assert (back.levels[-1].expansion.token >= LABEL).any() == (pools.envelope is not None)
     for plan in PLANS[kind]:
-        whole, short = (outcome_table(plan, x, text) for x in (pools, back))
+        whole, short = (outcome_table(plan, x, Span.of(text)) for x in (pools, back))
         for f in fields(whole):
             np.testing.assert_array_equal(getattr(whole, f.name), getattr(short, f.name), f.name)
     if back.envelope is not None:
