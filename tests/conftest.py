@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network for a model
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -165,3 +168,37 @@ def make_target() -> Callable[..., Target]:
 def rng() -> np.random.Generator:
     """A seeded generator of its own for each test."""
     return np.random.default_rng(0)
+
+
+# ---------------------------------------------------------------------------------------- a target on disk
+
+VOCAB = 32
+STOP = 5
+HIDDEN = 32
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama of 32 words with a word tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_model(vocab_size=VOCAB, dtype=torch.float32, sharpness=2.0, eos_token_id=STOP, is_exact=False)
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    core.decoder = tokenizers.decoders.WordPiece(prefix="##")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"w{STOP}", unk_token="w0")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [
+        {"question_id": i, "category": "ab"[i % 2], "turns": [f"w{i} w{i + 7} w9"] + ["w20 w21"] * (i % 3 == 0)}
+        for i in range(6)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path

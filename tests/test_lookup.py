@@ -83,7 +83,7 @@ def test_the_cut_into_steps_does_not_matter(prompt: list[int], answer: list[int]
     drafter = LookupDrafter()
     cut = data.draw(st.integers(0, len(answer)))
     one, two = committed(drafter, prompt, answer), committed(drafter, prompt, answer[:cut], answer[cut:])
-    assert one.tokens == two.tokens == prompt + answer
+    assert one.index.tokens == two.index.tokens == prompt + answer
     assert copied(drafter, one) == copied(drafter, two)
 
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import tokenizers
 import torch
-import transformers
-from conftest import TEMPLATE, tiny_model
+from conftest import HIDDEN, STOP, VOCAB
 from tiny_drafters import save_drafter
 
 from workbench import trace as trace_module
@@ -29,37 +27,7 @@ from workbench.sampling import Sampling
 from workbench.target import Target, load_target
 from workbench.trace import Trace, open_trace
 
-VOCAB = 32
-STOP = 5
-HIDDEN = 32
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama of 32 words with a word tokenizer, as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("target")
-    model = tiny_model(vocab_size=VOCAB, dtype=torch.float32, sharpness=2.0, eos_token_id=STOP, is_exact=False)
-    model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCAB)}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    core.decoder = tokenizers.decoders.WordPiece(prefix="##")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"w{STOP}", unk_token="w0")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [
-        {"question_id": i, "category": "ab"[i % 2], "turns": [f"w{i} w{i + 7} w9"] + ["w20 w21"] * (i % 3 == 0)}
-        for i in range(6)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return path
 
 
 Recorder = Callable[..., int]

@@ -11,7 +11,7 @@ import pytest
 from workbench.errors import InputError
 from workbench.schema import STEP_COLUMNS, TABLES, arrow_schema, check_table, schema_markdown, to_table
 
-_VALUES: dict[str, Any] = {"bool": True, "float64": 1.5, "string": "x"}
+_VALUES: dict[str, Any] = {"bool": True, "float64": 1.5, "string": "x", "bytes": b"x"}
 
 
 def a_row(table: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_every_column_is_described_and_its_unit_told_by_its_name() -> None:
             assert column.meaning.endswith(".")
             assert column.name.endswith("_ms") == (column.unit == "ms")
             if column.name.startswith(("is_", "has_")):
-                assert column.arrow_type == pa.bool_()
+                assert column.dtype.startswith("bool")
 
 
 def test_list_columns_hold_lists_without_nulls() -> None:

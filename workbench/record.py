@@ -10,12 +10,12 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
+from workbench.cells import format_rank_reading
 from workbench.errors import InputError
 from workbench.recordrun import RecordConfig, record
 from workbench.report import (
     divergences,
     format_divergences,
-    format_rank_reading,
     format_rows,
     rank_readings,
     report_rows,

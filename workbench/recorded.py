@@ -7,14 +7,21 @@ recorded features. Past the recorded text it has no answer and says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.errors import InputError
+from workbench.poolreader import read_text
+from workbench.pools import Text
 from workbench.sampling import Sampling
 from workbench.target import Prefill, Target, Verdict
+from workbench.trace import Trace, part_path, read_groups
 from workbench.tree import Tree, accept
 
 
@@ -46,6 +53,55 @@ def record_answer(
     text = prompt + tokens[:-1]
     rows = target.session(len(text) + 1, Sampling()).prefill(text)
     return Recording(prompt, tokens, rows.features, rows.final)
+
+
+STORED: dict[str, np.dtype] = {  # how bytes of features are read; numpy has no bfloat16, so its two bytes
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<i2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+
+
+def read_recordings(trace: Trace, text: Text | None = None) -> Iterator[tuple[int, Recording]]:
+    """Every episode of a trace recorded with features, with its number in the trace's text; rows as they are stored.
+
+    InputError where there are no features, or they do not fit the text.
+    """
+    text = read_text(trace) if text is None else text
+    about = trace.run.get("target")
+    if not trace.run.get("features") or not isinstance(about, dict):
+        raise InputError(f"{trace.folder}: was recorded without features.")
+    name, size = about.get("feature_dtype") or about.get("dtype"), about.get("hidden_size")
+    if name not in STORED or type(size) is not int or not 0 < size <= 1 << 20:
+        raise InputError(f"{trace.folder}: run.json does not say how features are stored.")
+    episode = 0
+    for prompt in dict.fromkeys(text.prompt):
+        path = part_path(trace.folder, "features", prompt)
+        rows = _stored_rows(path, STORED[name], size)
+        while episode < text.n_episodes and text.prompt[episode] == prompt:
+            tokens = text.token[text.offset[episode] : text.offset[episode + 1]].tolist()
+            prompt_ids = text.prompt_tokens[episode].tolist()
+            key, n_rows = (prompt, text.turn[episode]), len(prompt_ids) + len(tokens) - 1
+            found = list(islice(rows, n_rows))
+            if [at for at, _ in found] != [(*key, i) for i in range(n_rows)]:
+                raise InputError(f"{path}: its rows are not the indices of the text.")
+            whole = torch.from_numpy(np.stack([row for _, row in found])).view(getattr(torch, name))
+            yield episode, Recording(prompt_ids, tokens, whole[:, : 3 * size], whole[:, 3 * size :])
+            episode += 1
+        if next(rows, None) is not None:
+            raise InputError(f"{path}: goes on behind the text.")
+
+
+def _stored_rows(path: Path, dtype: np.dtype, size: int) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
+    """Place (prompt, turn, index) and values [4H] of every row of a features part."""
+    for data in read_groups(path, "features"):
+        places = zip(*(data.column(name).to_pylist() for name in ("prompt", "turn", "index")))
+        values = zip(*(data.column(name).to_pylist() for name in ("features", "final")))
+        for place, (features, final) in zip(places, values):
+            if (len(features), len(final)) != (3 * size * dtype.itemsize, size * dtype.itemsize):
+                raise InputError(f"{path}: a row holds features of another width.")
+            yield place, np.frombuffer(features + final, dtype)
 
 
 class RecordedTarget:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from workbench.decode import Clock, Episode, decode
 from workbench.errors import InputError
+from workbench.keeping import NOTHING, Keeping, KeptTurn, keep_turn, kept_parts
 from workbench.promptfile import Prompt
 from workbench.sampling import Sampling, gumbel, processed_logprobs, prompt_key
 from workbench.schema import to_table
@@ -69,11 +70,12 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """Rows of one finished prompt and the sentences about turns that could not be run."""
+    """Rows of one finished prompt, what was kept along its text, and the sentences about turns that could not run."""
 
     steps: list[dict[str, Any]]
     episodes: list[dict[str, Any]]
     problems: list[str]
+    kept: list[KeptTurn]
 
 
 def record_prompt(
@@ -83,10 +85,14 @@ def record_prompt(
     index: int,
     settings: Settings,
     clock: Clock,
+    keeping: Keeping = NOTHING,
     tick: Callable[[], Any] = lambda: None,
 ) -> PromptRecord:
-    """Decode every turn of a prompt by every arm (arm 0 is plain decoding). A turn that cannot run ends the prompt."""
-    record = PromptRecord([], [], [])
+    """Decode every turn of a prompt by every arm (arm 0: plainly), then keep what is to be kept along plain's text.
+
+    A turn that cannot run ends the prompt.
+    """
+    record = PromptRecord([], [], [], [])
     if prompt.system is None:
         prompt = replace(prompt, system=settings.system)
     answers: list[str] = []
@@ -95,6 +101,7 @@ def record_prompt(
             ids, room = render_turn(target, prompt, answers, settings.max_new_tokens)
             order = rotation(len(arms), index + turn)
             episodes = {i: _run(target, arms[i], ids, turn, room, settings.sampling, clock, tick) for i in order}
+            kept = keep_turn(target, keeping, ids, episodes[0].tokens, turn)
         except (InputError, torch.OutOfMemoryError) as error:
             record.problems.append(f"{prompt.file}:{prompt.line}: prompt {prompt.id!r}, turn {turn + 1}: {error}")
             break
@@ -108,6 +115,7 @@ def record_prompt(
             limit = "length" if room == settings.max_new_tokens else "context"
             row = _episode_row(target, episode, limit) | parted
             record.episodes.append(arm_keys | about | {"order": order.index(i)} | row)
+        record.kept.append(kept)
         answers.append(answer_text(target, episodes[0]))
     return record
 
@@ -194,6 +202,7 @@ def record_all(
     prompts: Sequence[Prompt],
     settings: Settings,
     say: Callable[[str], Any],
+    keeping: Keeping = NOTHING,
 ) -> None:
     """Record every prompt that is not finished yet, each durable before the next begins."""
     done = set(finished_prompts(out))
@@ -207,13 +216,12 @@ def record_all(
                 continue
             bar.set_postfix_str(f"{prompt.task} {prompt.id}")
             before = bar.n
-            found = record_prompt(target, arms, prompt, index, settings, clock, bar.update)
+            found = record_prompt(target, arms, prompt, index, settings, clock, keeping, bar.update)
             for problem in found.problems:
                 say(problem)
             with disk_faults_told(out):
-                write_prompt(
-                    out, index, to_table(found.steps, "steps"), to_table(found.episodes, "episodes"), found.problems
-                )
+                tables = to_table(found.steps, "steps"), to_table(found.episodes, "episodes")
+                write_prompt(out, index, *tables, found.problems, kept_parts(index, found.kept))
             bar.update(n_episodes[index] - (bar.n - before))
 
 

@@ -12,6 +12,8 @@ import torch
 from workbench import provenance
 from workbench.drafters import CATALOGUE, load_drafter
 from workbench.errors import InputError
+from workbench.keeping import Keeping, target_hashes
+from workbench.pools import ENVELOPES
 from workbench.promptfile import Problem, Prompt, load_prompts
 from workbench.recorder import Arm, Settings, record_all
 from workbench.sampling import Sampling
@@ -62,6 +64,12 @@ class RecordConfig:
     """Seed of the sampling noise."""
     system: str | None = None
     """System prompt for prompts that bring none."""
+    pools: bool = True
+    """Record, for every position of the text, what each drafter would offer there, so that any plan can be replayed."""
+    envelope: str = "default"
+    """How wide the pools are: `default` (10 candidates a slot, 24 and 10 starts, beam 10), `two-blocks` or `small`."""
+    features: bool = False
+    """Record the target's features for every prompt and committed position, so that drafters can run without it."""
     resume: bool = False
     """Continue the run that stands in the folder."""
     json: bool = False
@@ -97,13 +105,22 @@ def record(config: RecordConfig, argv: Sequence[str], say: Callable[[str], Any])
         "git": provenance.git_state(),
         "machine": provenance.machine() | {"device": device_name(config.device)},
     }
-    run = begin_run(config.out, describe(config, target, arms, prompts, bad_lines), session)
-    record_all(config.out, target, arms, prompts, settings, say)
+    keeping = load_keeping(config, arms)
+    run = begin_run(config.out, describe(config, target, arms, prompts, bad_lines, keeping), session)
+    record_all(config.out, target, arms, prompts, settings, say, keeping)
     problems = [str(problem) for problem in bad_lines] + open_trace(config.out).problems()
     run["sessions"][-1]["finished"] = provenance.timestamp()
     with disk_faults_told(config.out):
         write_run(config.out, run | {"status": "finished", "problems": problems})
     return problems
+
+
+def load_keeping(config: RecordConfig, arms: Sequence[Arm]) -> Keeping:
+    """What is kept along the text. InputError on an envelope that is not known."""
+    if config.envelope not in ENVELOPES:
+        raise InputError(f"There is no envelope {config.envelope!r}; there are {', '.join(ENVELOPES)}.")
+    drafters = {arm.drafter.kind: arm.drafter for arm in arms if arm.drafter is not None} if config.pools else {}
+    return Keeping(drafters, ENVELOPES[config.envelope], config.features)
 
 
 def device_name(device: str) -> str:
@@ -158,6 +175,7 @@ def describe(
     arms: Sequence[Arm],
     prompts: Sequence[Prompt],
     bad_lines: Sequence[Problem],
+    keeping: Keeping,
 ) -> dict[str, Any]:
     """What fixes a run's result, as run.json holds it: settings, target, plans with weights, prompts by content."""
     return {
@@ -190,6 +208,9 @@ def describe(
             }
             for arm in arms
         ],
+        "envelope": {"name": config.envelope} | asdict(keeping.envelope),
+        "pools": keeping.described(),
+        "features": target_hashes(target) if keeping.has_features else None,
         "prompts": {
             "file": "built in" if config.prompts is None else config.prompts.name,
             "n": len(prompts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from workbench.cells import ALL_TASKS, aligned, jsonable, number, printable, span
 from workbench.errors import InputError
 from workbench.metrics import (
     DEFINITIONS,
@@ -25,7 +26,6 @@ from workbench.metrics import (
 from workbench.schema import PLAIN
 from workbench.stats import Interval, bootstrap
 
-ALL_TASKS = "all"
 FROM_TABLE = ("n_committed", "n_accepted", "n_nodes", "n_forwards", "drafter_ms")
 QUANTITIES = (*FROM_TABLE, "n_steps", "n_in_loop", "step_ms", "step_s")  # of a step, summed into measures
 
@@ -217,7 +217,7 @@ def summary(steps: pa.Table, episodes: pa.Table, seed: int = 0) -> dict[str, Any
     """The report as plain JSON values, null where nothing was measured. Others rely on the key `tau[policy][task]`."""
     rows = report_rows(steps, episodes, seed)
     by_policy = {policy: [row for row in rows if row.policy == policy] for policy in _values(episodes, "policy")}
-    return _jsonable(
+    return jsonable(
         {
             "tau": {policy: {row.task: row.tau.value for row in group} for policy, group in by_policy.items()},
             "speedup": {policy: {row.task: row.speedup.value for row in group} for policy, group in by_policy.items()},
@@ -236,17 +236,6 @@ def _depths(steps: pa.Table, policy: str) -> dict[str, Any]:
     if (accepted < 0).any():
         raise InputError(f"The trace has steps of policy {policy!r} that accepted less than no token.")
     return asdict(accept_at_depth(accepted, has_bonus, depth))
-
-
-def _jsonable(value: Any) -> Any:
-    """Arrays as lists, NaN as null."""
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return _jsonable(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------- as text
@@ -273,12 +262,12 @@ def format_rows(rows: Sequence[Row]) -> str:
             printable(row.policy),
             printable(row.task),
             str(row.n_steps),
-            _number(row.tau.value, 2),
-            _range(row.tau),
-            _number(row.tau_outside_loops.value, 2),
-            _number(row.tokens_per_s, 1),
-            _number(row.speedup.value, 2),
-            _range(row.speedup),
+            number(row.tau.value, 2),
+            span(row.tau),
+            number(row.tau_outside_loops.value, 2),
+            number(row.tokens_per_s, 1),
+            number(row.speedup.value, 2),
+            span(row.speedup),
             "–" if math.isnan(row.draft_share) else f"{row.draft_share:.0%}",
             str(row.n_diverged),
         )
@@ -296,39 +285,3 @@ def format_divergences(found: Sequence[Divergence], n_most: int = 10) -> str:
         for d in found[:n_most]
     ]
     return "\n".join(lines + [f"... and {len(found) - n_most} more"] * (len(found) > n_most))
-
-
-def format_rank_reading(policy: str, reading: TierReading) -> str:
-    """The rank head's precision, recall and F1 by tier."""
-    lines: list[tuple[str, ...]] = [("rank head of " + printable(policy), "slots", "precision", "recall", "F1")]
-    for tier, ranks in enumerate(("1", "2–4", "5–10", "beyond 10")):
-        rates = (reading.precision[tier], reading.recall[tier], reading.f1[tier])
-        slots = str(int(reading.confusion[tier].sum()))
-        lines.append((f"tier {tier} (rank {ranks})", slots, *(_number(float(rate), 2) for rate in rates)))
-    return aligned(lines, n_left=1)
-
-
-def aligned(lines: Sequence[Sequence[str]], n_left: int) -> str:
-    """Cells in columns: the first `n_left` flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(_cells(line, widths, n_left)).rstrip() for line in lines)
-
-
-def _cells(line: Sequence[str], widths: Sequence[int], n_left: int) -> Iterator[str]:
-    for i, (cell, width) in enumerate(zip(line, widths)):
-        yield cell.ljust(width) if i < n_left else cell.rjust(width)
-
-
-def printable(text: str) -> str:
-    """Names from files as a terminal may be given them: no control characters."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
-
-
-def _number(value: float, digits: int) -> str:
-    return "–" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _range(interval: Interval) -> str:
-    if math.isnan(interval.low):
-        return "–"
-    return f"{interval.low:.2f}–{interval.high:.2f}"

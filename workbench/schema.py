@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 
 from workbench.errors import InputError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PLAIN = "plain"  # the policy of decoding without a drafter
 
 _SCALARS: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
+    "bytes": pa.binary(),
     "int8": pa.int8(),
     "int16": pa.int16(),
     "int32": pa.int32(),
@@ -114,11 +115,37 @@ EPISODE_COLUMNS: tuple[Column, ...] = _KEYS + (
     Column("divergence_gap", "float64?", "logits", "Gap of the target's scores of the two tokens there."),
 )
 
-TABLES: dict[str, tuple[Column, ...]] = {"steps": STEP_COLUMNS, "episodes": EPISODE_COLUMNS}
+_PLACE = (
+    Column("prompt", "int32", "index", "Place of the prompt in this run, 0-based; the number in the part's name."),
+    Column("turn", "int16", "index", "Turn of the conversation, 0-based."),
+)
+
+POOL_COLUMNS: tuple[Column, ...] = _PLACE + (
+    Column("position", "int32", "index", "Position a step might start at; its root is the token before."),
+    Column("n_starts", "int16[M]", "count", "Starts drafted at each level; level 0 is the block at the root."),
+    Column("creator", "int32[Z]", "index", "Of every start behind level 0, the candidate of this row that created it."),
+    Column("tier", "int8[Q]", "tier", "Predicted rank tier of every slot; no entries without a rank head."),
+    Column("logp", "int16[C]", "1/1024 nat", "Of a slot's first candidate -log p, of others the step down to them."),
+    Column("is_named", "bool[C]", "", "Whether the candidate's token id is stored."),
+    Column("token", "int32[I]", "token id", "Token ids of the named candidates; -1 where a slot has no candidate."),
+)
+
+FEATURE_COLUMNS: tuple[Column, ...] = _PLACE + (
+    Column("index", "int32", "index", "Place in prompt + committed text, 0-based; the last token has no row."),
+    Column("features", "bytes", "", "The target's three tapped layers there, in run.json's feature_dtype."),
+    Column("final", "bytes", "", "The hidden state after the target's final norm, in the same dtype."),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "steps": STEP_COLUMNS,
+    "episodes": EPISODE_COLUMNS,
+    "pools": POOL_COLUMNS,
+    "features": FEATURE_COLUMNS,
+}
 
 
 def arrow_schema(table: str) -> pa.Schema:
-    """Arrow schema of `steps` or `episodes`, the schema version in its metadata."""
+    """Arrow schema of a table, the schema version in its metadata."""
     fields = [pa.field(c.name, c.arrow_type, nullable=c.is_nullable) for c in TABLES[table]]
     return pa.schema(fields, metadata={"table": table, "schema_version": str(SCHEMA_VERSION)})
 
@@ -193,21 +220,28 @@ def to_table(rows: Sequence[Mapping[str, Any]], table: str, where: str = "table"
 
 _LETTERS = (
     "Letters: M levels expanded · F drafter forwards · Q slots whose parent is the root or an accepted node, "
-    "in order of (depth, level, start, slot) · C committed tokens · S prompt tokens · L committed text."
+    "in order of (depth, level, start, slot) · C committed tokens · S prompt tokens · L committed text. "
+    "In pools: M levels · Z starts behind level 0 · Q slots · C candidates, in order of (level, start, slot, rank) · "
+    "I candidates whose token id is stored."
 )
 
 
 def schema_markdown() -> str:
-    """The page `docs/trace.md`: both tables, a row a column."""
+    """The page `docs/trace.md`: all tables, a row a column."""
     parts = [
         "# The trace format",
         "",
         "Written by `python scripts/make_docs.py` from `workbench/schema.py`; edit that, not this page.",
         "",
         f"Schema version {SCHEMA_VERSION}. A trace is a folder: `run.json` (what ran: configuration, target, drafters, "
-        "plans, versions, machine) and, for each finished prompt, `steps-NNNNNN.parquet` and "
-        "`episodes-NNNNNN.parquet`, each written to a temporary name, flushed to disk and renamed. A prompt is whole "
-        "once its episodes part is there; that part's metadata lists the problems met with the prompt.",
+        "plans, versions, machine) and, for each finished prompt, `steps-NNNNNN.parquet`, `episodes-NNNNNN.parquet`, "
+        "`pools-DRAFTER-NNNNNN.parquet` for each drafter with weights and, if asked for, `features-NNNNNN.parquet`, "
+        "each written to a temporary name, flushed to disk and renamed. A prompt is whole once its episodes part, "
+        "the last, is there; that part's metadata lists the problems met with the prompt.",
+        "",
+        "Pools lie along the text of plain decoding: a row for every position but 0 of each turn. run.json's `pools` "
+        "says each drafter's slots K, candidates a slot W, and envelope. Candidates without a token id matter by their "
+        "log-probability alone: no sibling equals them, nor does the token committed at their depth.",
         "",
         _LETTERS,
     ]

@@ -412,6 +412,7 @@ def _finish(forest: Forest, budget: int) -> Trees:
     rows = _rows(forest)
     if forest.last is None:
         _find_last(rows, budget)
+        forest.last = rows.last
     is_closed = _prune(rows, whole, address, n_kept, place)
     assert is_closed, "a pruned tree lost a parent: log-probabilities above 0 in an expansion"
     return Trees(whole[0], whole[1], whole[2], whole[3], address[0], address[1], address[2], address[3], n_kept)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.drafters.along import BranchingText, TextDraft
 from workbench.drafters.base import DraftState, Forward, TopLogits, offer, top_logits
 from workbench.drafters.cache import RowCache, causal_tail
 from workbench.drafters.nets import Attend
@@ -118,8 +119,8 @@ class BranchingDrafter:
         """The network: condition [R, 3H or H], embed [R, H], position [R] -> hidden [R, K, H] before the final norm."""
         raise NotImplementedError
 
-    def _positions(self, last: int, chains: Sequence[Chain]) -> list[int]:
-        """Position of every new block, given the last pair's index."""
+    def _positions(self, last: Any, n_ancestors: np.ndarray) -> np.ndarray:
+        """Position of new blocks, int64, given the last pair's index and how many blocks stand above each."""
         raise NotImplementedError
 
     def _tiers(self, normed: Tensor, top: TopLogits) -> Tensor | None:
@@ -138,6 +139,11 @@ class BranchingDrafter:
         assert isinstance(state, BranchState)
         state.features.append(features)
         state.tokens.extend(tokens)
+
+    @torch.inference_mode()
+    def along(self, features: Tensor, final: Tensor, tokens: list[int]) -> TextDraft:
+        """Draft at many positions of a text whose n pairs are given: features [n, 3H], final hidden, tokens."""
+        return BranchingText(self, features, tokens)
 
     @torch.inference_mode()
     def expand(self, state: DraftState, level: int, starts: Starts, width: int) -> Expansion:
@@ -184,7 +190,8 @@ class BranchingDrafter:
         block, slot = state.branches.creators(level, starts)
         n_before, n_new = len(state.branches.chains), len(block)
         chains, mask = state.branches.extend(block, slot)
-        index = torch.from_numpy(np.stack([block, slot, self._positions(last, chains)])).to(device)  # [3, S]
+        n_above = np.array([len(chain) for chain in chains], np.int64)
+        index = torch.from_numpy(np.stack([block, slot, self._positions(last, n_above)])).to(device)  # [3, S]
         attends = state.cache.attends((last + n_before) * k, n_new * k, torch.from_numpy(mask).to(device))
         embed = self._embed(starts.token[0, :n_new])
         hidden = self._run(state.hidden[index[0], index[1]], embed, index[2], attends, False)

@@ -8,10 +8,12 @@ last pair's plus d; it sees all committed rows, its ancestors' rows and itself. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from workbench.drafters.branching import BranchingDrafter, Chain
+from workbench.drafters.branching import BranchingDrafter
 from workbench.drafters.nets import Attend
 
 
@@ -27,5 +29,5 @@ class Eagle3Drafter(BranchingDrafter):
         stream = self._fast.fc(condition) if is_first else condition
         return self._fast(stream[None], embed[None], position[None], attends[0])[0, :, None]
 
-    def _positions(self, last: int, chains: Sequence[Chain]) -> list[int]:
-        return [last + len(chain) for chain in chains]
+    def _positions(self, last: Any, n_ancestors: np.ndarray) -> np.ndarray:
+        return last + n_ancestors

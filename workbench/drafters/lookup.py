@@ -15,32 +15,16 @@ from torch import Tensor
 
 from workbench.drafters.base import LOGP_MIN, DraftState
 from workbench.errors import InputError
+from workbench.ngrams import NgramIndex
 from workbench.tree import Expansion, Starts
 
 
 @dataclass
 class LookupState(DraftState):
-    """The text so far and, per n-gram, where the text went on after its latest occurrence."""
+    """The text so far, indexed."""
 
-    tokens: list[int] = field(default_factory=list)
+    index: NgramIndex = field(kw_only=True)
     n_pairs: int = 0  # pairs observed; pair i brings the token at index i + 1
-    after: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-    def append(self, token: int, max_ngram: int) -> None:
-        """Add a token; the n-grams that end just before it now have a continuation, so they can be found."""
-        tokens, after, end = self.tokens, self.after, len(self.tokens)
-        for n in range(1, min(max_ngram, end) + 1):
-            after[tuple(tokens[end - n : end])] = end
-        tokens.append(token)
-
-    def copy(self, max_ngram: int, n_tokens: int) -> list[int]:
-        """The tokens that followed the latest earlier occurrence of the longest suffix found; empty if none is."""
-        end = len(self.tokens)
-        for n in range(min(max_ngram, end), 0, -1):
-            start = self.after.get(tuple(self.tokens[end - n :]))
-            if start is not None:
-                return self.tokens[start : start + n_tokens]
-        return []
 
 
 @dataclass
@@ -67,21 +51,21 @@ class LookupDrafter:
 
     def open(self, prompt_ids: list[int], capacity: int) -> LookupState:
         """Index the prompt; `capacity` bounds nothing here."""
-        state = LookupState()
-        for token in prompt_ids:
-            state.append(token, self.max_ngram)
+        state = LookupState(index=NgramIndex(self.max_ngram))
+        state.index.extend(prompt_ids)
         return state
 
     def observe(self, state: DraftState, features: Tensor | None, final: Tensor | None, tokens: list[int]) -> None:
         """Append the pairs' tokens. The prompt's own pairs repeat tokens already there; features are not looked at."""
         assert isinstance(state, LookupState)
+        known = state.index.tokens
         for token in tokens:
-            index = state.n_pairs + 1
+            place = state.n_pairs + 1
             state.n_pairs += 1
-            if index == len(state.tokens):
-                state.append(int(token), self.max_ngram)
-            elif state.tokens[index] != token:
-                raise ValueError(f"token {token} at index {index} contradicts the prompt's {state.tokens[index]}")
+            if place == len(known):
+                state.index.extend([int(token)])
+            elif known[place] != token:
+                raise ValueError(f"token {token} at index {place} contradicts the prompt's {known[place]}")
 
     def expand(self, state: DraftState, level: int, starts: Starts, width: int) -> Expansion:
         """Level 0: the copy after the root, `token` [1, 1, K, width] with the first candidate alone filled."""
@@ -90,7 +74,7 @@ class LookupDrafter:
             raise InputError(f"{self.name} drafts one level only, but the plan asks for level {level}")
         token = np.full((1, 1, self.n_slots, width), -1, dtype=np.int32)
         logp = np.full(token.shape, LOGP_MIN, dtype=np.int16)
-        copied = state.copy(self.max_ngram, self.n_slots)
+        copied = state.index.copy(self.n_slots)
         token[0, 0, : len(copied), 0] = copied
         logp[0, 0, : len(copied), 0] = 0
         return Expansion(token=token, logp=logp, tier=np.full(token.shape[:3], -1, dtype=np.int8))

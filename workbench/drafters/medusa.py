@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.drafters.along import HeadsText, TextDraft
 from workbench.drafters.base import DraftState, Forward, offer, top_logits
 from workbench.drafters.checkpoint import MAX_LAYERS, Checkpoint, MedusaConfig, hash_weights, load_net
 from workbench.drafters.nets import MedusaNet
@@ -95,10 +96,22 @@ class MedusaDrafter:
             state.forwards.append(Forward(kind="first", n_rows=1, n_starts=1))
         if state.logits is None:
             raise ValueError("no pair was observed yet, so there is nothing to draft from")
-        return offer(state.logits, top_logits(state.logits, width), width, self.target_ids, None)
+        return self._offer_logits(state.logits, width)
+
+    @torch.inference_mode()
+    def along(self, features: Tensor, final: Tensor, tokens: list[int]) -> TextDraft:
+        """Draft at many positions of a text whose n pairs are given: features, final hidden [n, H], tokens."""
+        return HeadsText(self, final)
+
+    def _offer(self, final: Tensor, width: int) -> Expansion:
+        """Candidates [1, R, n_heads, width] of final hidden states [R, H]."""
+        return self._offer_logits(self._logits(final), width)
+
+    def _offer_logits(self, logits: Tensor, width: int) -> Expansion:
+        return offer(logits, top_logits(logits, width), width, self.target_ids, None)
 
     def _logits(self, final: Tensor) -> Tensor:
-        """Final hidden [H] -> logits [n_heads, V_d]."""
+        """Final hidden [..., H] -> logits [..., n_heads, V_d]."""
         if self._head is None:
             return self._fast.logits(final)
         return self._head(self._fast.hidden(final))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from workbench.drafters.along import ParallelText, TextDraft
 from workbench.drafters.base import DraftState, Forward, offer, top_logits
 from workbench.drafters.cache import RowCache, causal_tail
 from workbench.drafters.nets import ParallelSpecNet
@@ -79,7 +80,16 @@ class ParallelSpecDrafter:
             self._run(state)
         if state.hidden is None:
             raise ValueError("no pair was observed yet, so there is nothing to draft from")
-        logits = self._fast.lm_head(self._fast.norm(state.hidden))[None]  # [1, K, V_d]
+        return self._offer(state.hidden[None], width)
+
+    @torch.inference_mode()
+    def along(self, features: Tensor, final: Tensor, tokens: list[int]) -> TextDraft:
+        """Draft at many positions of a text whose n pairs are given: features [n, 3H], final hidden, tokens."""
+        return ParallelText(self, features, tokens)
+
+    def _offer(self, hidden: Tensor, width: int) -> Expansion:
+        """Candidates [1, R, K, width] of hidden states [R, K, H]."""
+        logits = self._fast.lm_head(self._fast.norm(hidden))  # [R, K, V_d]
         return offer(logits, top_logits(logits, width), width, self.target_ids, None)
 
     def _run(self, state: ParallelSpecState) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from workbench.drafters.base import TopLogits
-from workbench.drafters.branching import BranchingDrafter, Chain
+from workbench.drafters.branching import BranchingDrafter
 from workbench.drafters.nets import Attend
 
 
@@ -32,8 +33,12 @@ class SpecBlockDrafter(BranchingDrafter):
     ) -> Tensor:
         return self._fast(condition[None], embed[None], position[None], attends, is_first)[0]
 
-    def _positions(self, last: int, chains: Sequence[Chain]) -> list[int]:
-        return [last] * len(chains)
+    def _positions(self, last: Any, n_ancestors: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(last, n_ancestors.shape)
 
     def _tiers(self, normed: Tensor, top: TopLogits) -> Tensor | None:
-        return self._fast.rank_logits(normed, top.logits).argmax(-1) if self.has_tiers else None
+        return self.tier_scores(normed, top).argmax(-1) if self.has_tiers else None
+
+    def tier_scores(self, normed: Tensor, top: TopLogits) -> Tensor:
+        """The rank head's scores [..., 4]."""
+        return self._fast.rank_logits(normed, top.logits)

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,15 @@ MAX_PARTS = 1_000_000
 MAX_PART_ROWS = 5_000_000
 MAX_PART_VALUES = 100_000_000  # of one column of one part, list elements counted
 MAX_PART_BYTES = 1 << 30  # of one part, uncompressed
+MAX_GROUP_BYTES = 1 << 28  # of one row group, uncompressed, where a part is read by row group
 MAX_LOAD_BYTES = 8 << 30  # of one table, all parts together, uncompressed
-_PART_NAME = re.compile(r"(steps|episodes)-(\d{6,9})\.parquet")
+_PART_NAME = re.compile(r"(steps|episodes|features|pools-[a-z0-9]+)-(\d{6,9})\.parquet")
 _THRIFT_LIMITS = {"thrift_string_size_limit": 16 << 20, "thrift_container_size_limit": 1_000_000}
 
 
-def part_path(folder: Path, table: str, prompt: int) -> Path:
-    """Where the part of `table` for one prompt stands."""
-    return folder / f"{table}-{prompt:06d}.parquet"
+def part_path(folder: Path, name: str, prompt: int) -> Path:
+    """Where a part of one prompt stands; `name` is its table's, for pools with the drafter: `pools-eagle3`."""
+    return folder / f"{name}-{prompt:06d}.parquet"
 
 
 def write_durably(path: Path, payload: bytes) -> None:
@@ -66,13 +67,24 @@ def write_run(folder: Path, run: Mapping[str, Any]) -> None:
     write_durably(folder / RUN_FILE, text.encode())
 
 
-def write_prompt(folder: Path, prompt: int, steps: pa.Table, episodes: pa.Table, problems: Sequence[str]) -> None:
-    """Write one finished prompt durably: its steps part, then the episodes part, whose being there makes it whole."""
+@dataclass(frozen=True)
+class Part:
+    """A table to be written for a prompt; `options` go to the parquet writer."""
+
+    name: str
+    data: pa.Table
+    options: Mapping[str, Any] = field(default_factory=lambda: {"compression": "zstd"})
+
+
+def write_prompt(
+    folder: Path, prompt: int, steps: pa.Table, episodes: pa.Table, problems: Sequence[str], more: Sequence[Part] = ()
+) -> None:
+    """Write one finished prompt durably: every other part, then the episodes, whose being there makes it whole."""
     metadata = {**(episodes.schema.metadata or {}), b"problems": json.dumps(list(problems)).encode()}
-    for table, data in (("steps", steps), ("episodes", episodes.replace_schema_metadata(metadata))):
+    for part in (*more, Part("steps", steps), Part("episodes", episodes.replace_schema_metadata(metadata))):
         sink = pa.BufferOutputStream()
-        pq.write_table(data, sink, compression="zstd")
-        write_durably(part_path(folder, table, prompt), sink.getvalue().to_pybytes())
+        pq.write_table(part.data, sink, **part.options)
+        write_durably(part_path(folder, part.name, prompt), sink.getvalue().to_pybytes())
 
 
 @contextmanager
@@ -234,6 +246,22 @@ def read_part(path: Path, table: str, columns: Sequence[str] | None = None) -> p
     return data
 
 
+def read_groups(path: Path, table: str) -> Iterator[pa.Table]:
+    """Read one part a row group at a time, as strictly as `read_part`; no group may unpack to much. No text columns."""
+    file = _opened(path, table)
+    schema = file.schema_arrow
+    _check_rows(file.metadata, path)
+    for i in range(file.metadata.num_row_groups):
+        _check_bytes([file.metadata.row_group(i)], schema, path, MAX_GROUP_BYTES)
+        try:
+            data = file.read_row_group(i)
+            data.validate(full=True)
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise InputError(f"{path}: damaged or cut short.") from error
+        check_table(data, table, str(path))
+        yield data
+
+
 def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind.value_type if pa.types.is_list(kind) else kind)
 
@@ -273,21 +301,34 @@ def _opened(path: Path, table: str) -> pq.ParquetFile:
 def _check_sizes(metadata: pq.FileMetaData, schema: pa.Schema, path: Path) -> None:
     """Refuse absurd row, value and byte counts, read from the footer alone."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    if not 0 <= metadata.num_rows <= MAX_PART_ROWS or sum(group.num_rows for group in groups) != metadata.num_rows:
+    _check_rows(metadata, path)
+    _check_bytes(groups, schema, path, MAX_PART_BYTES)
+
+
+def _check_rows(metadata: pq.FileMetaData, path: Path) -> None:
+    n_rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    if not 0 <= metadata.num_rows <= MAX_PART_ROWS or sum(n_rows) != metadata.num_rows or min(n_rows, default=0) < 0:
         raise InputError(f"{path}: says it holds {metadata.num_rows} rows, which cannot be.")
+
+
+def _check_bytes(groups: Sequence[Any], schema: pa.Schema, path: Path, most: int) -> None:
+    """Refuse row groups that would unpack to more than `most` bytes together."""
     n_stored = n_unpacked = 0
     for group in groups:
         for i in range(group.num_columns):
             column = group.column(i)
             if not 0 <= column.num_values <= MAX_PART_VALUES:
                 raise InputError(f"{path}: column {column.path_in_schema!r} says it holds {column.num_values} values.")
+            kind = schema.field(column.path_in_schema.partition(".")[0]).type
+            if pa.types.is_binary(kind) and any("DICTIONARY" in name for name in column.encodings):
+                raise InputError(f"{path}: column {column.path_in_schema!r} repeats values by a dictionary.")
             n_stored += column.total_uncompressed_size
-            n_unpacked += column.num_values * _value_bytes(schema.field(column.path_in_schema.partition(".")[0]).type)
-    if max(n_stored, n_unpacked) > MAX_PART_BYTES:  # equal values are stored once: few bytes may hold many values
-        raise InputError(f"{path}: would unpack to more than {MAX_PART_BYTES >> 20} MiB.")
+            n_unpacked += column.num_values * _value_bytes(kind)
+    if max(n_stored, n_unpacked) > most:  # equal values are stored once: few bytes may hold many values
+        raise InputError(f"{path}: would unpack to more than {most >> 20} MiB.")
 
 
 def _value_bytes(kind: pa.DataType) -> int:
-    """Bytes of one value in memory; of a text, its place in the dictionary."""
+    """Bytes of one value in memory; of a text, its place in the dictionary; raw bytes are all stored."""
     scalar = kind.value_type if pa.types.is_list(kind) else kind
-    return 4 if pa.types.is_string(scalar) else max(1, scalar.bit_width // 8)
+    return 4 if pa.types.is_string(scalar) or pa.types.is_binary(scalar) else max(1, scalar.bit_width // 8)
