@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	rm -rf runs/demo
 	$(PY) -m workbench.record --out runs/demo --limit $(DEMO_LIMIT) --max-new-tokens $(DEMO_TOKENS)
+	$(PY) -m workbench.replay runs/demo
 
 test: lint
 	$(PY) -m pytest -q

@@ -29,6 +29,7 @@ from workbench.sampling import Sampling
 from workbench.target import load_target
 from workbench.trace import Trace, open_trace, part_path
 from workbench.trace.__main__ import main as check_main
+from workbench.tree import BlockPlan, plan_to_dict
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +189,18 @@ def test_missing_cut_and_foreign_parts_are_refused(folder: Path, tmp_path: Path)
         read_pools(trace, "falcon")
 
 
+SIZES = {"n_slots": 4, "width": 10, "has_tiers": True}
+
+
 @pytest.mark.parametrize(
     "key,value,why",
     [
         ("pools", [1], "pools are damaged"),
         ("pools", {"specblock": {"n_slots": 4}}, "incomplete"),
         ("pools", {"specblock": {"n_slots": 10**9, "width": 4, "has_tiers": True, "envelope": None}}, "absurd sizes"),
+        ("pools", {"../specblock": {}}, "pools are damaged"),
+        ("pools", {"specblock": {**SIZES, "envelope": plan_to_dict(BlockPlan(root_width=11))}}, "does not fit its"),
+        ("pools", {"specblock": {**SIZES, "envelope": {"kind": "block"}}}, "missing or unknown field"),
         ("max_new_tokens", 3, "longer than run.json allows"),
         ("max_new_tokens", "12", "whole number"),
         ("target", None, "whole number"),
@@ -205,6 +212,14 @@ def test_odd_run_files_are_refused(folder: Path, tmp_path: Path, key: str, value
     (tmp_path / "run.json").write_text(json.dumps(run | {key: value}))
     with pytest.raises(InputError, match=why):
         read_pools(open_trace(tmp_path), "specblock")
+
+
+def test_a_token_outside_the_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    trace = copy(folder, tmp_path)
+    path = part_path(tmp_path, "episodes", 0)
+    pq.write_table(changed("prompt_tokens", first_row(lambda x: [VOCAB, *x[1:]]))(pq.read_table(path)), path)
+    with pytest.raises(InputError, match="outside the target's vocabulary of 32"):
+        read_text(trace)
 
 
 def test_odd_features_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import pytest
 from tiny_drafters import KINDS, random_drafter
 
 from workbench import poolnames
+from workbench.errors import InputError
+from workbench.keeping import Keeping, keep_turn, kept_parts
 from workbench.outcomes import Span, outcome_table
 from workbench.poolnames import labelled, named, regrow
 from workbench.poolrecorder import record_pools
@@ -132,3 +134,52 @@ def test_what_is_written_is_read(
             np.testing.assert_array_equal(getattr(whole, f.name), getattr(short, f.name), f.name)
     if back.envelope is not None:
         assert regrow(back).forest.n.tolist() == regrow(pools).forest.n.tolist()  # merging survives the labels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(1,), (1, 5), (5, 1, 2)], ids=str)
+def test_turns_of_one_token_have_no_positions(
+    kind: str, lengths: tuple[int, ...], target: Target, recording: Recording
+) -> None:
+    drafter, r = random_drafter(kind, target), recording
+    keeping = Keeping({kind: drafter}, TINY)
+    turns = [keep_turn(target, keeping, r.prompt_ids, r.tokens[:n], turn) for turn, n in enumerate(lengths)]
+    (part,) = kept_parts(0, turns)
+    shape = PoolShape.from_dict(kind, keeping.described()[kind], "here")
+    back = pools_from(part.data, shape, "here")
+    assert part.data.column("turn").to_pylist() == [turn for turn, n in enumerate(lengths) for _ in range(n - 1)]
+    assert back.n_rows == sum(lengths) - len(lengths)
+    begin = 0
+    for turn, n in zip(turns, lengths):
+        text = replace(text_of(r), token=np.array(turn.tokens, np.int32), offset=np.array([0, n]))
+        expected = labelled(turn.pools[0], named(turn.pools[0], text))
+        for row in range(n - 1):
+            assert_same_row(back, begin + row, expected.rows(slice(row, row + 1)).levels)
+        begin += n - 1
+
+
+def test_an_envelope_says_what_it_cannot_be() -> None:
+    with pytest.raises(InputError, match="one number of starts"):
+        Envelope(starts=(9, 5, 4))
+    with pytest.raises(InputError, match="width must be a whole number"):
+        Envelope(width=0)
+    with pytest.raises(InputError, match="starts must be a whole number"):
+        Envelope(starts=(24, 0))
+    assert Envelope(starts=(9, 5, 5)).plan("specblock", 4).n_levels == 4  # type: ignore[union-attr]
+    assert Envelope(starts=()).plan("specblock", 4).n_levels == 1  # type: ignore[union-attr]
+
+
+def test_rows_and_positions_of_a_text() -> None:
+    """Episodes of 3, 1 and 2 tokens: three rows, none for the one of a single token."""
+    text = Text(
+        np.array([5, 6, 7, 8, 9, 4], np.int32), np.array([0, 3, 4, 6]), [0, 0, 1], ["a", "a", "b"], ["t"] * 3,
+        [0, 1, 0], [np.array([1], np.int32)] * 3, np.array([3, 3, 3], np.int32), (4,),
+    )  # fmt: skip
+    assert text.n_rows == 3 and text.row_offset.tolist() == [0, 2, 2, 3]
+    assert text.row_episode().tolist() == [0, 0, 2] and text.row_position().tolist() == [1, 2, 1]
+    assert [text.token[row + e + 1] for row, e in enumerate(text.row_episode())] == [6, 7, 4]
+    assert text.row(0, 2) == 1 and text.row(2, 1) == 2
+    with pytest.raises(InputError, match="episode 1 has no step start at position 1"):
+        text.row(1, 1)
+    one = text.episodes([2, 0])
+    assert one.token.tolist() == [9, 4, 5, 6, 7] and one.offset.tolist() == [0, 2, 5] and one.prompt == [1, 0]

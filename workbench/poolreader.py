@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from workbench.poolstore import PoolShape, pools_from
 from workbench.schema import PLAIN
 from workbench.trace import Trace, part_path, read_groups
 
-MAX_TEXT_TOKENS = 1 << 28
+_KIND = re.compile(r"[a-z0-9]{1,40}")  # a drafter's name: it stands in file names
 MAX_POOL_VALUES = 1 << 31  # candidates held at once by `read_pools`
 
 
@@ -30,16 +31,16 @@ def read_text(trace: Trace) -> Text:
     texts, n_vocab = [row["tokens"] for row in rows], _number(trace, "target", "vocab_size")
     if min(map(len, texts)) < 1:
         raise InputError(f"{trace.folder}: an episode has no tokens.")
-    token = np.concatenate([np.asarray(tokens, np.int64) for tokens in texts])
-    if token.min() < 0 or token.max() >= n_vocab:
+    token = np.concatenate([np.asarray(tokens, np.int32) for tokens in texts])
+    prompts = [np.asarray(row["prompt_tokens"], np.int32) for row in rows]
+    if any(x.min(initial=0) < 0 or x.max(initial=0) >= n_vocab for x in (token, *prompts)):
         raise InputError(f"{trace.folder}: a token id lies outside the target's vocabulary of {n_vocab}.")
     most, context = _number(trace, "max_new_tokens"), _number(trace, "target", "max_context")
-    prompts = [np.asarray(row["prompt_tokens"], np.int32) for row in rows]
     room = np.array([min(most, context - len(prompt)) for prompt in prompts])
     if (room < [len(tokens) for tokens in texts]).any():
         raise InputError(f"{trace.folder}: an episode is longer than run.json allows.")
     return Text(
-        token=token.astype(np.int32),
+        token=token,
         offset=np.cumsum([0, *map(len, texts)], dtype=np.int64),
         prompt=[row["prompt"] for row in rows],
         prompt_id=[row["prompt_id"] for row in rows],
@@ -102,7 +103,7 @@ def stream_pools(trace: Trace, kind: str, text: Text | None = None) -> Iterator[
 
 def _described(trace: Trace) -> Mapping[str, Any]:
     found = trace.run.get("pools")
-    if found is not None and not isinstance(found, dict):
+    if found is not None and (not isinstance(found, dict) or not all(_KIND.fullmatch(kind) for kind in found)):
         raise InputError(f"{trace.folder}: run.json's pools are damaged.")
     return found or {}
 

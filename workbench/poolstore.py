@@ -56,6 +56,8 @@ class PoolShape:
         if any(type(n) is not int or not 1 <= n <= MAX_SLOT for n in sizes) or type(values["has_tiers"]) is not bool:
             raise InputError(f"{where}: the pools of {kind[:40]} have absurd sizes {str(sizes)[:40]}.")
         plan = None if values["envelope"] is None else plan_from_dict(values["envelope"])
+        if plan is not None and (plan.n_slots != sizes[0] or plan.width > sizes[1]):
+            raise InputError(f"{where}: the envelope of {kind[:40]} does not fit its slots and candidates.")
         return cls(kind, *sizes, values["has_tiers"], plan)
 
 
@@ -103,7 +105,7 @@ def _valid(pools: DraftPools, n_each: int) -> np.ndarray:
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays [R, ...] side by side: [R, all]."""
-    return np.concatenate([x.reshape(len(x), -1) for x in arrays], axis=1)
+    return np.concatenate([x.reshape(len(x), int(np.prod(x.shape[1:]))) for x in arrays], axis=1)
 
 
 def _steps_down(expansion: Expansion) -> np.ndarray:
@@ -223,7 +225,7 @@ def _filled(values: np.ndarray, is_start: np.ndarray, n_each: int, padding: int)
     """Values of real starts, `n_each` a start, among padding: [R, (sum of S) * n_each]."""
     out = np.full((*is_start.shape, n_each), padding, values.dtype)
     out[is_start] = values.reshape(-1, n_each)
-    return out.reshape(len(is_start), -1)
+    return out.reshape(len(is_start), is_start.shape[1] * n_each)
 
 
 def _starts(

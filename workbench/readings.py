@@ -16,6 +16,7 @@ from workbench.source import Creators, TraceSource, kernel
 from workbench.tree import LOGP_STEPS_PER_NAT, Plan
 
 N_BINS = 10  # of probability, equally wide
+PROB_UNIT = 1 << 40  # probability 1 in sums, which are whole so that their order does not matter
 
 
 @kernel
@@ -52,7 +53,7 @@ class Calibration:
 
     n_nodes: NDArray[np.int64]  # [N_BINS]
     n_accepted: NDArray[np.int64]  # [N_BINS], nodes on the text
-    prob_sum: NDArray[np.float64]  # [N_BINS], of their probabilities
+    prob_sum: NDArray[np.int64]  # [N_BINS], of their probabilities, in units of 1 / PROB_UNIT
 
     def __add__(self, other: Calibration) -> Calibration:
         return Calibration(
@@ -62,7 +63,7 @@ class Calibration:
 
 def no_calibration() -> Calibration:
     """Nothing counted."""
-    return Calibration(np.zeros(N_BINS, np.int64), np.zeros(N_BINS, np.int64), np.zeros(N_BINS))
+    return Calibration(*np.zeros((3, N_BINS), np.int64))
 
 
 def calibration(plan: Plan, pools: DraftPools, span: Span, rows: NDArray[np.int64]) -> Calibration:
@@ -105,4 +106,4 @@ def _count_nodes(
                 q = min(int(prob * N_BINS), N_BINS - 1)
                 n_nodes[q] += 1
                 n_accepted[q] += is_on[i]
-                prob_sum[q] += prob
+                prob_sum[q] += int(prob * PROB_UNIT)

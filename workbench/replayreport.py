@@ -22,7 +22,7 @@ from workbench.metrics import (
     tier_reading,
 )
 from workbench.pools import Text
-from workbench.readings import N_BINS, Calibration
+from workbench.readings import N_BINS, PROB_UNIT, Calibration
 from workbench.slots import SlotTable
 from workbench.stats import Interval, bootstrap
 from workbench.walk import Steps
@@ -177,7 +177,10 @@ def slot_places(slots: SlotTable) -> list[dict[str, Any]]:
 def calibration_bins(c: Calibration) -> dict[str, Any]:
     """Mean draft probability and share accepted of each bin; NaN where a bin is empty."""
     edges = [i / N_BINS for i in range(N_BINS + 1)]
-    rates = {"mean_prob": safe_divide(c.prob_sum, c.n_nodes), "accepted": safe_divide(c.n_accepted, c.n_nodes)}
+    rates = {
+        "mean_prob": safe_divide(c.prob_sum / PROB_UNIT, c.n_nodes),
+        "accepted": safe_divide(c.n_accepted, c.n_nodes),
+    }
     return {"edges": edges, "n_nodes": c.n_nodes, "n_accepted": c.n_accepted} | rates
 
 
