@@ -41,6 +41,7 @@ test: lint
 	$(PY) -m pytest -q
 
 app: $(STAMP)
+	@test -f app.py || { echo "The app is not built yet; use the verbs (see README.md)." >&2; exit 2; }
 	$(PY) -m streamlit run app.py
 
 lint: $(STAMP)
