@@ -35,11 +35,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	rm -rf runs/demo
 	$(PY) -m workbench.record --out runs/demo --limit $(DEMO_LIMIT) --max-new-tokens $(DEMO_TOKENS)
+	$(PY) -m workbench.replay runs/demo
 
 test: lint
 	$(PY) -m pytest -q
 
 app: $(STAMP)
+	@test -f app.py || { echo "The app is not built yet; use the verbs (see README.md)." >&2; exit 2; }
 	$(PY) -m streamlit run app.py
 
 lint: $(STAMP)

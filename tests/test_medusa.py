@@ -260,6 +260,29 @@ def test_published_folder_loads_and_drafts(tmp_path: Path) -> None:
     assert got.token.tolist() == [[tokens]] and got.logp.tolist() == [[steps]]
 
 
+def test_residual_blocks_that_are_one_module_load(tmp_path: Path) -> None:
+    """The original repeats one module, so its file holds a block once and names it once a layer."""
+
+    def three_layers(tensors: dict[str, Tensor], config: dict[str, object]) -> None:
+        config["medusa_num_layers"] = 3
+        for head in "01":
+            tensors[f"{head}.3.weight"] = tensors.pop(f"{head}.1.weight")
+            for part in ("weight", "bias"):
+                for layer in "12":
+                    tensors[f"{head}.{layer}.linear.{part}"] = tensors[f"{head}.0.linear.{part}"]
+
+    folder = published(tmp_path / "three", three_layers)
+    drafter = load_medusa_published(folder, make_target())
+    weights = {f"heads.{k}": v.double() for k, v in torch.load(folder / "medusa_lm_head.pt").items()}
+    state, final = drafter.open([1], 9), torch.linspace(-1, 1, H, dtype=torch.float64)[None]
+    drafter.observe(state, torch.zeros(1, 3 * H), final, [2])
+    tokens, steps = ranked(reference(weights, 2, 3, final[0].tolist(), None), list(range(V)), 3)
+    got = drafter.expand(state, 0, root(), 3)
+    assert got.token.tolist() == [[tokens]] and got.logp.tolist() == [[steps]]
+    places = {p.data_ptr() for p in drafter.net.parameters()}
+    assert len(places) == 6  # nor does memory hold it more often: a small file cannot ask for much
+
+
 def test_published_folder_survives_our_layout(tmp_path: Path) -> None:
     first = load_medusa_published(published(tmp_path / "theirs"), make_target())
     save_checkpoint(tmp_path / "ours", "medusa", first.net, None)

@@ -209,3 +209,8 @@ def test_built_in_prompts() -> None:
     assert all(len(prompt.turns) == (2 if prompt.task == "chat" else 1) for prompt in prompts)
     first_turns = Counter(prompt.turns[0] for prompt in prompts)
     assert max(first_turns.values()) == 1
+
+
+def test_built_in_prompts_name_their_file_and_no_place_on_the_machine():
+    prompts, _ = load_prompts(limit=6)
+    assert [prompt.file for prompt in prompts] == [f"built-in/{prompt.task}.jsonl" for prompt in prompts]

@@ -45,7 +45,7 @@ class World:
 
     def arguments(self, kind: str, out: Path, *more: str) -> list[str]:
         given = {"--kind": kind, "--out": out, "--features": self.features, "--target": self.target, "--threads": 1}
-        small = {"--n-positions": 900, "--batch-tokens": 160, "--draft-vocab-size": 40, "--n-slots": 3, "--n-steps": 2}
+        small = {"--n-positions": 900, "--batch-tokens": 160, "--draft-vocab-size": 40, "--n-steps": 2}
         return [str(word) for pair in (given | small).items() for word in pair] + list(more)
 
 
@@ -210,6 +210,7 @@ def test_config_names_layers_and_blocks(world: World, tmp_path: Path) -> None:
         (["--n-blocks", "65"], "--n-blocks must be at most 64, not 65."),
         (["--matrix-lr", "nan"], "--matrix-lr must be a number above 0, not nan."),
         (["--threads", "-1"], "must not be negative"),
+        (["--seed", "-1"], "must not be negative"),
         (["--features", "absent"], "absent: there is no feature store; give --corpus"),
         (["--out", "file"], "file: is not a folder"),
         (["--out", "file/inner"], "file/inner: cannot be written (Not a directory)"),

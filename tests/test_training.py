@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -202,6 +203,53 @@ def test_rank_loss_by_hand():
     assert tier_of_rank(torch.tensor([1, 2, 4, 5, 10, 11, 900])).tolist() == [0, 1, 1, 2, 2, 3, 3]
 
 
+def test_rank_loss_pools_slots_and_counts_tiers_in_each():
+    """One sum over another, not a sum of slots' means: 3 rows of slot 0 and 1 of slot 1, uniform logits, guess tier 0.
+
+    Cross-entropy ln 4 each; distances of tiers 0, 0, 2 and 1: 1, 1, 5 and 3. A budget of 1 halves slot 0's two rows of
+    tier 0; the rows of tiers 2 and 1 are alone in their slots.
+    """
+    logits, tier, slot = torch.zeros(4, 4), torch.tensor([0, 0, 2, 1]), torch.tensor([0, 0, 0, 1])
+    assert float(rank_loss(logits, tier, 0.0, slot)) == pytest.approx((1 + 1 + 5 + 3) / 4 * np.log(4))
+    assert float(rank_loss(logits, tier, 1.0, slot)) == pytest.approx((0.5 + 0.5 + 5 + 3) / 3 * np.log(4))
+    same = torch.tensor([0, 0, 2, 0])  # tier 0 in slot 1 too: its row is no part of slot 0's count
+    assert float(rank_loss(logits, same, 1.0, slot)) == pytest.approx((0.5 + 0.5 + 5 + 1) / 3 * np.log(4))
+    assert float(rank_loss(logits, same, 1.0)) == pytest.approx((1 / 3 * 3 + 5) / 2 * np.log(4))
+
+
+@pytest.mark.parametrize("share", [1, 0.4])
+def test_block_loss_against_a_slow_one(share):
+    """The whole loss of a block, draft and rank terms, row by row in plain words."""
+    net, batch = SpecBlockNet(config(2)), make_batch(is_all_in_vocab=share == 1)
+    hidden = torch.randn(2, L - 1, 3, H)
+    settings = ObjectiveConfig(divisor_floor=0.0)
+    starts, rows = batch.is_label[:, :-1], torch.arange(L - 1).expand(2, -1)
+    got = block_loss(net, batch, settings, hidden, rows, starts, 0, "b1", Readings())
+    logits = net.lm_head(net.norm(hidden))
+    terms: list[list[torch.Tensor]] = [[], [], []]
+    rank_logits, tiers = [], []
+    for b, i in starts.nonzero().tolist():
+        for k in range(3):
+            j = i + 1 + k  # the target's distribution at index j is over token j + 1 = i + 2 + k
+            if j >= L - 1 or not batch.in_vocab[b, j]:
+                break
+            row, ids = logits[b, i, k], batch.soft_id[b, j]
+            terms[k].append(-(batch.soft_p[b, j] * row.log_softmax(-1)[ids]).sum())
+            rank_logits.append(net.rank_logits(net.norm(hidden[b, i, k]), row))
+            tiers.append(tier_of_rank(1 + (row > row[ids[0]]).sum()))
+            if row.argmax() != ids[0]:
+                break
+    expected = sum(0.8**k * torch.stack(t).mean() for k, t in enumerate(terms) if t)
+    expected = expected + rank_loss(torch.stack(rank_logits), torch.stack(tiers), 0.0)
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_parallelspec_of_one_slot_trains_its_real_rows_alone():
+    net = ParallelSpecNet(dataclasses.replace(config(), n_slots=1))
+    loss, readings = parallelspec_objective(net, torch.randn(V, H), ObjectiveConfig())(make_batch(), torch.Generator())
+    assert list(readings.rows) == ["s0"] and float(loss.detach()) > 0
+
+
 @pytest.mark.parametrize("has_valid_prefix", [True, False])
 def test_valid_prefix_rows_against_brute_force(has_valid_prefix):
     net, batch = SpecBlockNet(config(2)), make_batch(is_all_in_vocab=False)
@@ -219,7 +267,9 @@ def test_valid_prefix_rows_against_brute_force(has_valid_prefix):
             for k in range(3):
                 j = i + 1 + k
                 if j >= L or not batch.in_vocab[b, j]:
-                    break
+                    if has_valid_prefix:
+                        break
+                    continue
                 expected[k] += 1
                 if has_valid_prefix and best[b, i, k] != batch.soft_id[b, j, 0]:
                     break

@@ -133,7 +133,7 @@ def decode(
         verdict = session.verify(draft.tree) if drafting else PlainVerdict(session.step())
         verified = clock.now()
         cut = commit(verdict.tokens, verdict.bonus, stop_ids, max_new_tokens - len(tokens))
-        if drafting and not (cut.is_stopped or cut.is_truncated):
+        if drafting and not isinstance(verdict, PlainVerdict) and not (cut.is_stopped or cut.is_truncated):
             drafting.learn(verdict)
         ended = clock.now()
 

@@ -18,7 +18,7 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,6 +85,8 @@ def load_prompts(
             raise InputError(f"The {name} must be at least 1, not {value}.")
     files = sorted(BUILT_IN_FOLDER.glob("*.jsonl")) if path is None else [Path(path)]
     prompts, problems = _read_files(files)
+    if path is None:  # a trace names its prompts' source; where the package lies on this machine is no part of it
+        prompts = [replace(prompt, file=f"built-in/{Path(prompt.file).name}") for prompt in prompts]
     if not prompts:
         why = f"; the first problem is {problems[0]}" if problems else "."
         raise InputError(f"{path or BUILT_IN_FOLDER} holds no usable prompt{why}")

@@ -211,14 +211,28 @@ _CUT, _LIVE = _N_BUCKETS, _N_BUCKETS + 1
 
 # Kernels allocate nothing, so they run without numba's reference counts (which cost more than the growing itself).
 _kernel: Callable[[_Function], _Function] = njit(cache=True, _nrt=False)  # type: ignore[call-overload]
+# Bodies that a call, passing dozens of words, would cost more than.
+_inlined: Callable[[_Function], _Function] = njit(cache=True, _nrt=False, forceinline=True)  # type: ignore[call-overload]
 
 
-@_kernel
+class _Rows(NamedTuple):
+    """The arrays of a forest that growing writes, and scratch."""
+
+    nodes: np.ndarray  # _NODE [T, P]
+    n: np.ndarray  # int32 [T]
+    pending: np.ndarray  # int32 [T, Q]
+    n_pending: np.ndarray  # int32 [T]
+    last: np.ndarray  # int64 [T], prune key of the last node to keep
+    tally: np.ndarray  # int32 [_N_BUCKETS + 2]
+    keys: np.ndarray  # int64 [P]
+
+
+@_inlined
 def _bucket(cum: int) -> int:
     return min(max(-cum, 0) >> _BUCKET_SHIFT, _N_BUCKETS - 1)
 
 
-@_kernel
+@_inlined
 def _key(row: np.ndarray, i: int) -> int:
     """Prune order as one integer, smaller is better."""
     return -np.int64(row[i].cum) << 32 | np.int64(row[i].depth) << 20 | i  # type: ignore[return-value]
@@ -230,7 +244,7 @@ def _clear(tally: np.ndarray) -> None:
     tally[_CUT] = _N_BUCKETS
 
 
-@_kernel
+@_inlined
 def _count(tally: np.ndarray, cum: int, budget: int) -> None:
     """Count one more node; then lower the cut while `budget` nodes stay above it."""
     bucket = _bucket(cum)
@@ -282,18 +296,16 @@ def _last_kept(row: np.ndarray, n: int, tally: np.ndarray, budget: int, keys: np
 
 
 @_kernel
-def _find_last(
-    nodes: np.ndarray, n: np.ndarray, budget: int, last: np.ndarray, tally: np.ndarray, keys: np.ndarray
-) -> None:
-    """Prune key of the budget-th best node of every row into last [T]."""
-    for t in range(nodes.shape[0]):
-        _clear(tally)
-        for i in range(n[t]):
-            _count(tally, nodes[t, i].cum, budget)
-        last[t] = _last_kept(nodes[t], n[t], tally, budget, keys)
+def _find_last(rows: _Rows, budget: int) -> None:
+    """Prune key of the budget-th best node of every row."""
+    for t in range(rows.nodes.shape[0]):
+        _clear(rows.tally)
+        for i in range(rows.n[t]):
+            _count(rows.tally, rows.nodes[t, i].cum, budget)
+        rows.last[t] = _last_kept(rows.nodes[t], rows.n[t], rows.tally, budget, rows.keys)
 
 
-@_kernel
+@_inlined
 def _insert(
     row: np.ndarray, i: int, token: int, parent: int, cum: int, depth: int, level: int, start: int, slot: int, rank: int
 ) -> None:
@@ -306,7 +318,7 @@ def _insert(
         row[parent].head = i
 
 
-@_kernel
+@_inlined
 def _find(row: np.ndarray, i: int, token: int) -> int:
     """The node with this token in the list of siblings that begins at node i; -1 = none."""
     while i >= 0 and row[i].token != token:
@@ -315,29 +327,19 @@ def _find(row: np.ndarray, i: int, token: int) -> int:
 
 
 @_kernel
-def _fill_starts(
-    nodes: np.ndarray, pending: np.ndarray, n_pending: np.ndarray, whole: np.ndarray, address: np.ndarray
-) -> None:
+def _fill_starts(rows: _Rows, whole: np.ndarray, address: np.ndarray) -> None:
     """Node and token into whole [2, T, S]; level, start, slot, rank into address [4, T, S]."""
-    for t in range(nodes.shape[0]):
-        for s in range(n_pending[t]):
-            i = pending[t, s]
-            node = nodes[t, i]
+    for t in range(rows.nodes.shape[0]):
+        for s in range(rows.n_pending[t]):
+            i = rows.pending[t, s]
+            node = rows.nodes[t, i]
             whole[0, t, s], whole[1, t, s] = i, node.token
             address[0, t, s], address[1, t, s] = node.level, node.start
             address[2, t, s], address[3, t, s] = node.slot, node.rank
 
 
 @_kernel
-def _prune(
-    nodes: np.ndarray,
-    n: np.ndarray,
-    last: np.ndarray,
-    whole: np.ndarray,
-    address: np.ndarray,
-    n_kept: np.ndarray,
-    place: np.ndarray,
-) -> bool:
+def _prune(rows: _Rows, whole: np.ndarray, address: np.ndarray, n_kept: np.ndarray, place: np.ndarray) -> bool:
     """Keep the nodes up to prune key `last`, listed in creation order; True if they are closed under parents.
 
     Token, parent, depth, cum go into whole [4, T, N]; level, start, slot, rank into address [4, T, N]. `place` is
@@ -345,10 +347,10 @@ def _prune(
     """
     place[-1] = ROOT
     is_closed = True
-    for t in range(nodes.shape[0]):
-        row, m = nodes[t], 0
-        for i in range(n[t]):
-            if _key(row, i) > last[t]:
+    for t in range(rows.nodes.shape[0]):
+        row, last, m = rows.nodes[t], rows.last[t], 0
+        for i in range(rows.n[t]):
+            if _key(row, i) > last:
                 place[i] = PADDING
                 continue
             node, up = row[i], place[row[i].parent]
@@ -382,9 +384,11 @@ def _reserve(forest: Forest, n_more: int) -> None:
     forest.nodes = nodes
 
 
-def _scratch(forest: Forest) -> tuple[np.ndarray, np.ndarray]:
-    """A tally, and room for the keys of a row."""
-    return np.empty(_N_BUCKETS + 2, np.int32), np.empty(forest.nodes.shape[1], np.int64)
+def _rows(forest: Forest) -> _Rows:
+    """What kernels take of a forest; `last` is allocated where it is not known."""
+    last = np.empty(len(forest.n), np.int64) if forest.last is None else forest.last
+    tally, keys = np.empty(_N_BUCKETS + 2, np.int32), np.empty(forest.nodes.shape[1], np.int64)
+    return _Rows(forest.nodes, forest.n, forest.pending, forest.n_pending, last, tally, keys)
 
 
 def _starts_of(forest: Forest, level: int) -> Starts:
@@ -395,7 +399,7 @@ def _starts_of(forest: Forest, level: int) -> Starts:
     whole, address = np.full((2, *shape), -1, np.int32), np.full((4, *shape), -1, np.int16)
     if level > 0:
         whole[0] = PADDING
-        _fill_starts(forest.nodes, forest.pending, n_starts, whole, address)
+        _fill_starts(_rows(forest), whole, address)
     return Starts(whole[0], whole[1], address[0], address[1], address[2], address[3], n_starts)
 
 
@@ -405,10 +409,11 @@ def _finish(forest: Forest, budget: int) -> Trees:
     whole, address = np.zeros(shape, np.int32), np.zeros(shape, np.int16)
     whole[0], whole[1] = -1, PADDING
     n_kept, place = np.zeros(len(forest.n), np.int32), np.empty(forest.nodes.shape[1] + 1, np.int32)
+    rows = _rows(forest)
     if forest.last is None:
-        forest.last = np.empty(len(forest.n), np.int64)
-        _find_last(forest.nodes, forest.n, budget, forest.last, *_scratch(forest))
-    is_closed = _prune(forest.nodes, forest.n, forest.last, whole, address, n_kept, place)
+        _find_last(rows, budget)
+        forest.last = rows.last
+    is_closed = _prune(rows, whole, address, n_kept, place)
     assert is_closed, "a pruned tree lost a parent: log-probabilities above 0 in an expansion"
     return Trees(whole[0], whole[1], whole[2], whole[3], address[0], address[1], address[2], address[3], n_kept)
 
@@ -418,22 +423,20 @@ def _checked(expansion: Expansion, starts: Starts, n_slots: int) -> tuple[np.nda
     token = np.ascontiguousarray(expansion.token, np.int32)
     logp = np.ascontiguousarray(expansion.logp, np.int16)
     tier = np.ascontiguousarray(expansion.tier, np.int8)
-    if (
-        token.shape != logp.shape
-        or token.shape[:3] != tier.shape
-        or token.shape[:2] != starts.node.shape
-        or not token.size
-    ):
-        raise InputError(
-            f"an expansion of {starts.node.shape} starts has shapes {token.shape}, {logp.shape}, {tier.shape}"
-        )
+    shape = token.shape
+    if logp.shape != shape or tier.shape != shape[:3] or starts.node.shape != shape[:2] or not token.size:
+        raise InputError(f"an expansion of {starts.node.shape} starts has shapes {shape}, {logp.shape}, {tier.shape}")
     if token.shape[2] < n_slots:
         raise InputError(f"the plan uses {n_slots} slots, the drafter offers {token.shape[2]}")
-    if tier.size and not -1 <= int(tier.min()) <= int(tier.max()) < N_TIERS:
+    if not -1 <= int(tier.min()) <= int(tier.max()) < N_TIERS:
         raise InputError(f"a rank tier lies outside -1..{N_TIERS - 1}")
     if int(logp[..., :1].max(initial=0)) > 0:
         raise InputError("a log-probability lies above 0")
     return token, logp, tier
+
+
+def _new_spine(starts: Starts, n_slots: int) -> np.ndarray:
+    return np.full((*starts.node.shape, n_slots), PADDING, np.int32)
 
 
 class _Growth:
@@ -450,10 +453,6 @@ class _Growth:
     def finish(self: Plan, forest: Forest) -> Trees:
         """Prune to the budget."""
         return _finish(forest, self.budget)
-
-
-def _new_spine(starts: Starts, n_slots: int) -> np.ndarray:
-    return np.full((*starts.node.shape, n_slots), PADDING, np.int32)
 
 
 def _need_int(owner: str, name: str, value: object, least: int, most: int) -> None:
@@ -490,6 +489,7 @@ class _Offers(NamedTuple):
 class _Rules(NamedTuple):
     """What the block kernels need of a plan at one level."""
 
+    level: int
     n_slots: int
     n_drafted: int  # slots that the drafter offers, K
     budget: int
@@ -498,7 +498,7 @@ class _Rules(NamedTuple):
     is_last: bool
     is_merging: bool
     is_lazy: bool
-    is_simple: bool  # see _grow_slot
+    is_simple: bool  # the last of at most two levels, see _grow_block
     has_trims: bool
     has_give_up: bool
 
@@ -512,7 +512,7 @@ def _trimmed(width: int, top: int, trims: tuple[tuple[int, int], ...]) -> int:
     return width
 
 
-@_kernel
+@_inlined
 def _block_widths(offers: _Offers, b: int, table: np.ndarray, rules: _Rules) -> int:
     """Fill in the widths and the flag of block b; returns the most nodes it can add."""
     is_sure, is_branching, gain = True, True, 0
@@ -546,37 +546,42 @@ def _level_widths(offers: _Offers, n_columns: int, n_starts: np.ndarray, table: 
     return most
 
 
-@_kernel
-def _ask(row: np.ndarray, i: int, pending: np.ndarray, n_pending: int) -> int:
+class _Row(NamedTuple):
+    """One row of _Rows."""
+
+    nodes: np.ndarray  # _NODE [P]
+    pending: np.ndarray  # int32 [Q]
+    tally: np.ndarray  # int32 [_N_BUCKETS + 2]
+
+
+@_inlined
+def _ask(row: _Row, i: int, n_pending: int) -> int:
     """List node i as a start of the next level, unless it is listed or has started a block."""
-    if row[i].mark == 0:
-        row[i].mark = _ASKED
-        pending[n_pending] = i
+    if row.nodes[i].mark == 0:
+        row.nodes[i].mark = _ASKED
+        row.pending[n_pending] = i
         n_pending += 1
     return n_pending
 
 
-@_kernel
-def _is_dead(tally: np.ndarray, cum: int, rules: _Rules) -> bool:
+@_inlined
+def _is_dead(row: _Row, cum: int, rules: _Rules) -> bool:
     """Whether a node of this cumulative log-probability is sure to be pruned."""
-    return rules.is_lazy and _bucket(cum) >= tally[_CUT]
+    return rules.is_lazy and _bucket(cum) >= row.tally[_CUT]
 
 
-@_kernel
+@_inlined
 def _grow_slot(
-    row: np.ndarray,
+    row: _Row,
     n: int,
+    n_pending: int,
     parent: int,
-    offers: _Offers,
-    j: int,
-    level: int,
     start: int,
     k: int,
-    keeps_dead: bool,
+    offers: _Offers,
     rules: _Rules,
-    tally: np.ndarray,
-    pending: np.ndarray,
-    n_pending: int,
+    keeps_dead: bool,
+    j: int,
 ) -> tuple[int, int, int]:
     """Hang the candidates of slot j under `parent`; returns n, n_pending and the rank-1 node (-2 = none).
 
@@ -584,64 +589,59 @@ def _grow_slot(
     """
     base, depth, siblings = 0, 1, -1
     if parent >= 0:
-        base, depth = row[parent].cum, row[parent].depth + 1
-        siblings = row[parent].head if rules.is_merging else -1
+        base, depth = row.nodes[parent].cum, row.nodes[parent].depth + 1
+        siblings = row.nodes[parent].head if rules.is_merging else -1
     top, width = PADDING, offers.width[j]
     for r in range(min(width, offers.token.shape[1])):
         token, cum = offers.token[j, r], base + offers.logp[j, r]
         if token < 0:
             break
-        node = _find(row, siblings, token)
+        node = _find(row.nodes, siblings, token)
         if node < 0:
-            if not keeps_dead and _is_dead(tally, cum, rules):
+            if not keeps_dead and _is_dead(row, cum, rules):
                 break
             node = n
             n += 1
-            _insert(row, node, token, parent, cum, depth, level, start, k, r + 1)
-            _count(tally, cum, rules.budget)
+            _insert(row.nodes, node, token, parent, cum, depth, rules.level, start, k, r + 1)
+            _count(row.tally, cum, rules.budget)
         if r == 0:
             top = node
         if width > 1 and not rules.is_last:
-            n_pending = _ask(row, node, pending, n_pending)
+            n_pending = _ask(row, node, n_pending)
     return n, n_pending, top
 
 
-@_kernel
+@_inlined
 def _grow_block(
-    row: np.ndarray,
+    row: _Row,
     n: int,
-    parent: int,
-    offers: _Offers,
-    b: int,
-    level: int,
-    start: int,
-    rules: _Rules,
-    tally: np.ndarray,
-    pending: np.ndarray,
     n_pending: int,
+    parent: int,
+    start: int,
+    offers: _Offers,
+    rules: _Rules,
+    b: int,
     spine: np.ndarray,
 ) -> tuple[int, int]:
     """Block b under `parent`, slot by slot along its spine, up to a dead or missing spine node.
 
-    Dead candidates are kept where a later block can meet them. With two blocks at most, the starts come ancestors
-    first; so nothing but a block's own spine leads later starts to its new nodes, once it has merged into an old one.
+    Dead candidates are kept where a later block can meet them. With two levels at most, starts come ancestors first,
+    so a later block reaches children of this one only where this spine has merged into a node of the first level.
     """
     n_before = n
     keeps_dead = rules.is_merging and not rules.is_simple
     for k in range(rules.n_slots):
         if parent >= 0:
-            if _is_dead(tally, row[parent].cum, rules):
+            if _is_dead(row, row.nodes[parent].cum, rules):
                 return n, n_pending
             keeps_dead |= rules.is_merging and 0 < k and parent < n_before
         j = b * rules.n_drafted + k
-        n, n_pending, parent = _grow_slot(
-            row, n, parent, offers, j, level, start, k, keeps_dead, rules, tally, pending, n_pending
-        )
+        n, n_pending, parent = _grow_slot(row, n, n_pending, parent, start, k, offers, rules, keeps_dead, j)
         spine[j] = parent
         if parent < 0:
             return n, n_pending
     if not offers.is_flagged[b] and not rules.is_last:
-        n_pending = _ask(row, parent, pending, n_pending)
+        n_pending = _ask(row, parent, n_pending)
     return n, n_pending
 
 
@@ -670,35 +670,24 @@ def _keep_pending(row: np.ndarray, pending: np.ndarray, n_pending: int, last: in
 
 @_kernel
 def _grow_blocks(
-    nodes: np.ndarray,
-    n: np.ndarray,
-    pending: np.ndarray,
-    n_pending: np.ndarray,
-    starts: np.ndarray,
-    n_starts: np.ndarray,
-    offers: _Offers,
-    level: int,
-    rules: _Rules,
-    spine: np.ndarray,
-    last: np.ndarray,
-    tally: np.ndarray,
-    keys: np.ndarray,
+    rows: _Rows, starts: np.ndarray, n_starts: np.ndarray, offers: _Offers, rules: _Rules, spine: np.ndarray
 ) -> None:
     """Every block of one level at every position, then the prune key of the last kept node, and the next starts."""
-    for t in range(nodes.shape[0]):
-        row, queue, m, p = nodes[t], pending[t], n[t], 0
-        _clear(tally)
+    for t in range(starts.shape[0]):
+        row, m, p = _Row(rows.nodes[t], rows.pending[t], rows.tally), rows.n[t], 0
+        _clear(row.tally)
         for i in range(m):
-            _count(tally, row[i].cum, rules.budget)
+            _count(row.tally, row.nodes[i].cum, rules.budget)
         for s in range(n_starts[t]):
             if starts[t, s] >= 0:
-                row[starts[t, s]].mark = _STARTED
+                row.nodes[starts[t, s]].mark = _STARTED
         for s in range(n_starts[t]):
-            b = t * starts.shape[1] + s
-            m, p = _grow_block(row, m, starts[t, s], offers, b, level, s, rules, tally, queue, p, spine)
-        n[t], last[t] = m, _last_kept(row, m, tally, rules.budget, keys)
+            m, p = _grow_block(row, m, p, starts[t, s], s, offers, rules, t * starts.shape[1] + s, spine)
+        last = _last_kept(row.nodes, m, row.tally, rules.budget, rows.keys)
+        rows.n[t], rows.last[t] = m, last
         if not rules.is_last:
-            n_pending[t] = _keep_pending(row, queue, p, last[t] if rules.is_lazy else _NEVER, rules.cap, keys)
+            last = last if rules.is_lazy else _NEVER
+            rows.n_pending[t] = _keep_pending(row.nodes, row.pending, p, last, rules.cap, rows.keys)
 
 
 @dataclass(frozen=True)
@@ -766,6 +755,7 @@ class BlockPlan(_Growth):
     def _rules(self, level: int, n_drafted: int) -> _Rules:
         cap = self.first_start_cap if level == 0 else self.start_cap
         return _Rules(
+            level=level,
             n_slots=self.n_slots,
             n_drafted=n_drafted,
             budget=self.budget,
@@ -793,10 +783,7 @@ class BlockPlan(_Growth):
         forest.n_pending = np.zeros(n_rows, np.int32)
         forest.last = np.empty(n_rows, np.int64)
         spine = np.full(tier.size, PADDING, np.int32)
-        _grow_blocks(
-            forest.nodes, forest.n, forest.pending, forest.n_pending, starts.node, starts.n, offers, level, rules,
-            spine, forest.last, *_scratch(forest),
-        )  # fmt: skip
+        _grow_blocks(_rows(forest), starts.node, starts.n, offers, rules, spine)
         forest.spine.append(spine.reshape(tier.shape)[:, :, : self.n_slots])
 
 
@@ -805,22 +792,19 @@ class BlockPlan(_Growth):
 
 @_kernel
 def _grow_beams(
-    nodes: np.ndarray,
-    n: np.ndarray,
-    pending: np.ndarray,
-    n_pending: np.ndarray,
+    rows: _Rows,
     starts: np.ndarray,
     n_starts: np.ndarray,
     token: np.ndarray,
     logp: np.ndarray,
     level: int,
-    keys: np.ndarray,
+    top_k: int,
     spine: np.ndarray,
 ) -> None:
     """Hang top_k children under every start, then make the top_k best of them (ties: the older) the next starts."""
-    top_k = keys.shape[0]
-    for t in range(nodes.shape[0]):
-        row, n_best = nodes[t], 0
+    keys = rows.keys[:top_k]
+    for t in range(starts.shape[0]):
+        row, m, n_best = rows.nodes[t], rows.n[t], 0
         for s in range(n_starts[t]):
             parent = starts[t, s]
             base, depth = 0, 1
@@ -829,13 +813,12 @@ def _grow_beams(
             for r in range(min(top_k, token.shape[3])):
                 if token[t, s, 0, r] < 0:
                     break
-                i = n[t]
-                n[t] += 1
-                _insert(row, i, token[t, s, 0, r], parent, base + logp[t, s, 0, r], depth, level, s, 0, r + 1)
+                _insert(row, m, token[t, s, 0, r], parent, base + logp[t, s, 0, r], depth, level, s, 0, r + 1)
                 if r == 0:
-                    spine[t, s, 0] = i
-                n_best = _place(keys, pending[t], n_best, _key(row, i), i)
-        n_pending[t] = n_best
+                    spine[t, s, 0] = m
+                n_best = _place(keys, rows.pending[t], n_best, _key(row, m), m)
+                m += 1
+        rows.n[t], rows.n_pending[t] = m, n_best
 
 
 @_kernel
@@ -892,10 +875,7 @@ class BeamPlan(_Growth):
         _reserve(forest, starts.node.shape[1] * self.top_k)
         forest.pending = np.empty((len(forest.n), self.top_k), np.int32)
         forest.spine.append(_new_spine(starts, 1))
-        _grow_beams(
-            forest.nodes, forest.n, forest.pending, forest.n_pending, starts.node, starts.n, token, logp, level,
-            np.empty(self.top_k, np.int64), forest.spine[-1],
-        )  # fmt: skip
+        _grow_beams(_rows(forest), starts.node, starts.n, token, logp, level, self.top_k, forest.spine[-1])
 
 
 # ------------------------------------------------------------------------------------------------ one-level plans

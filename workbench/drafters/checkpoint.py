@@ -103,7 +103,8 @@ def skeleton(kind: str, config: Config) -> nn.Module:
 def load_net(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
     """The checkpoint's network in evaluation mode and without gradients."""
     net = skeleton(checkpoint.kind, checkpoint.config)
-    state = {k: v.to(device=device, dtype=dtype) for k, v in checkpoint.state.items()}
+    moved = {id(v): v.to(device=device, dtype=dtype) for v in checkpoint.state.values()}  # what is shared stays shared
+    state = {k: moved[id(v)] for k, v in checkpoint.state.items()}
     net.load_state_dict(state, strict=True, assign=True)
     return net.eval().requires_grad_(False)
 

@@ -43,6 +43,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+Place = tuple[Any, ...]
+
+
+def _place(tensor: Tensor) -> Place:
+    """Where a tensor lies and how it is read; equal for names that share one."""
+    storage = tensor.untyped_storage().data_ptr()
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
 class TensorFile:
     """Names, shapes and dtypes of a tensor file without its data, and one tensor at a time on request."""
 
@@ -52,6 +61,7 @@ class TensorFile:
             raise InputError(f"{path} is missing.")
         self.path = path
         self._tensors: dict[str, Tensor] = {}
+        self._copies: dict[Place, Tensor] = {}
         if path.suffix == ".safetensors":
             self.specs = _safetensors_specs(path)
         else:
@@ -59,9 +69,12 @@ class TensorFile:
             self.specs = {k: (v.dtype, tuple(v.shape)) for k, v in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, contiguous on the CPU, in the file's dtype."""
+        """One tensor, contiguous on the CPU, in the file's dtype; names that share one in the file share it here."""
         if self.path.suffix != ".safetensors":
-            return self._tensors[name].contiguous().clone()
+            tensor = self._tensors[name]
+            if _place(tensor) not in self._copies:
+                self._copies[_place(tensor)] = tensor.contiguous().clone()
+            return self._copies[_place(tensor)]
         try:
             with safe_open(str(self.path), framework="pt") as file:
                 return file.get_tensor(name)
@@ -117,6 +130,7 @@ def _pickled_tensors(path: Path) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
             raise InputError(f"{path}: tensor '{name}' has the unsupported layout or dtype {tensor.dtype}.")
-    if sum(t.numel() * t.element_size() for t in found.values()) > path.stat().st_size:
+    claims = {_place(t): t.numel() * t.element_size() for t in found.values()}  # Medusa's blocks are one, many times
+    if sum(claims.values()) > path.stat().st_size:
         raise InputError(f"{path}: its tensors claim more bytes than the file has.")
     return found

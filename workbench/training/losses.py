@@ -93,11 +93,12 @@ def tier_of_rank(rank: Tensor) -> Tensor:
     return torch.bucketize(rank, torch.tensor([1, 4, 10], device=rank.device))
 
 
-def rank_loss(logits: Tensor, tier: Tensor, budget_per_tier: float) -> Tensor:
-    """The rank head's loss over rows: logits [R, 4], true tier [R].
+def rank_loss(logits: Tensor, tier: Tensor, budget_per_tier: float, slot: Tensor | None = None) -> Tensor:
+    """The rank head's loss over rows of all slots together: logits [R, 4], true tier [R].
 
     Soft label q(c|t) ~ 1 / (1 + |c-t| + max(t-c, 0))^2; rows weigh 1 + |t-p| + max(t-p, 0) with p the predicted tier,
-    so under-estimating a rank counts double; times min(1, budget / count of the tier) where the budget is positive.
+    so under-estimating a rank counts double; times min(1, budget / count of the tier) where the budget is positive,
+    counted in each `slot` [R] by itself where slots are given.
     """
     if len(logits) == 0:
         return logits.sum()
@@ -107,8 +108,8 @@ def rank_loss(logits: Tensor, tier: Tensor, budget_per_tier: float) -> Tensor:
     soft = (soft / soft.sum(-1, keepdim=True))[tier]
     guess = logits.detach().argmax(-1)
     distance = 1.0 + (tier - guess).abs() + (tier - guess).clamp(min=0)
-    share = logits.new_ones(N_RANK_TIERS)
+    weight = logits.new_ones(len(logits))
     if budget_per_tier > 0:
-        share = (budget_per_tier / torch.bincount(tier, minlength=N_RANK_TIERS).clamp(min=1)).clamp(max=1.0).to(logits)
-    weight = share[tier]
+        cell = tier if slot is None else N_RANK_TIERS * slot + tier
+        weight = (budget_per_tier / torch.bincount(cell)[cell]).clamp(max=1.0).to(logits)
     return (weight * distance * -(soft * logits.log_softmax(-1)).sum(-1)).sum() / weight.sum()

@@ -221,40 +221,42 @@ def block_loss(
     name: str,
     readings: Readings,
 ) -> Tensor:
-    """Loss of one block: slot by slot, a row lives while its earlier slots drafted the target's best token."""
+    """Loss of one block: slot by slot, a row lives while its earlier slots drafted the target's best token.
+
+    Without the valid-prefix mask a row counts at every slot whose label is usable, whatever earlier ones were.
+    """
     b, r = is_start.nonzero(as_tuple=True)
     start_ok = label_at(batch, b, rows[b, r] + offset)[3] if offset else torch.ones_like(b, dtype=torch.bool)
     b, r = b[start_ok], r[start_ok]
     floor = max(1.0, config.divisor_floor * len(b))
     total = hidden.new_zeros(())
+    ranked: list[tuple[Tensor, Tensor]] = []  # the rank head's inputs and true tiers, slot by slot
     for k in range(hidden.shape[-2]):
-        label = rows[b, r] + 1 + offset + k
-        usable = label_at(batch, b, label)[3]
-        b, r, label = b[usable], r[usable], label[usable]
-        x = hidden[b, r, k]
-        has_rank = net.config.has_rank_head
-        loss, reading = head_loss(net, batch, x, b, label, has_rank)
-        total = total + config.slot_decay**k * loss / max(floor, len(b))
+        usable = label_at(batch, b, rows[b, r] + 1 + offset + k)[3]
+        b_k, r_k = b[usable], r[usable]
+        x = hidden[b_k, r_k, k]
+        loss, reading = head_loss(net, batch, x, b_k, rows[b_k, r_k] + 1 + offset + k, net.config.has_rank_head)
+        total = total + config.slot_decay**k * loss / max(floor, len(b_k))
         readings.add(f"{name}s{k}", reading)
-        if has_rank and len(b):
-            total = total + _rank_term(net, config, x, reading, readings)
+        if reading.features is not None and len(b_k):
+            ranked.append((torch.cat([net.norm(x).detach(), reading.features], dim=-1), tier_of_rank(reading.rank)))
         if config.has_valid_prefix:
-            b, r = b[reading.is_best], r[reading.is_best]
-    return total
+            b, r = b_k[reading.is_best], r_k[reading.is_best]
+    return total + _rank_term(net, config, ranked, readings) if ranked else total
 
 
 def _rank_term(
-    net: SpecBlockNet, config: ObjectiveConfig, x: Tensor, reading: HeadReading, readings: Readings
+    net: SpecBlockNet, config: ObjectiveConfig, ranked: list[tuple[Tensor, Tensor]], readings: Readings
 ) -> Tensor:
-    assert reading.features is not None
-    rows = torch.cat([net.norm(x).detach(), reading.features], dim=-1)
-    logits = net.rank_head(rows)
-    tier = tier_of_rank(reading.rank)
+    """The rank loss of a block: one mean over the rows of all its slots."""
+    rows, tier = torch.cat([x for x, _ in ranked]), torch.cat([t for _, t in ranked])
+    slot = torch.cat([torch.full_like(t, k) for k, (_, t) in enumerate(ranked)])
     if readings.rank_rows is not None:
         readings.rank_rows.append((rows, tier))
+    logits = net.rank_head(rows)
     guess = logits.argmax(-1)
     readings.confusion += torch.bincount((4 * tier + guess).cpu(), minlength=16).view(4, 4)
-    return rank_loss(logits, tier, config.rank_budget_per_tier)
+    return rank_loss(logits, tier, config.rank_budget_per_tier, slot)
 
 
 # --- EAGLE-3 -----------------------------------------------------------------------------------------------------
@@ -330,6 +332,8 @@ def parallelspec_objective(net: ParallelSpecNet, embed: Tensor, config: Objectiv
         position = torch.arange(n_pairs, device=is_start.device).expand(len(is_start), -1)
         hidden = net(net.fc(batch.feat[:, :-1]), embed[batch.tok[:, 1:]], position, keep_kv(kv))
         loss = _step_loss(net, batch, hidden, position, is_start, 0, readings)
+        if n_mask == 0:
+            return loss, readings
         rows = pick_rows(is_start, min(1.0, 1.5 * config.share_later), generator)
         shape = (*rows.shape, n_mask, -1)
         stream = net.mask_stream.expand(shape).flatten(1, 2)

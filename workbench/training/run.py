@@ -22,6 +22,7 @@ from workbench.training.data import FeatureStore
 from workbench.training.features import check_corpus, read_corpus, write_features
 from workbench.training.loop import KINDS, TrainConfig, Trainer
 from workbench.training.objectives import ObjectiveConfig
+from workbench.training.statefile import read_metrics
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def check_args(args: TrainArgs) -> None:
     for name in ("matrix_lr", "head_lr"):
         if not (getattr(args, name) > 0 and math.isfinite(getattr(args, name))):
             raise InputError(f"--{name.replace('_', '-')} must be a number above 0, not {getattr(args, name)}.")
-    if args.threads < 0 or not args.save_every_s >= 0:
-        raise InputError("--threads and --save-every-s must not be negative.")
+    if args.threads < 0 or args.seed < 0 or not args.save_every_s >= 0:
+        raise InputError("--threads, --seed and --save-every-s must not be negative.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise InputError(f"{args.out}: is not a folder.")
     if args.corpus is None and not Path(args.features).is_dir():
@@ -187,8 +188,7 @@ def make_card(trainer: Trainer, target: Target) -> dict[str, Any]:
 
     Held-out accuracies are of the rows whose best token the draft vocabulary has, a share `held_out_coverage`.
     """
-    lines = (trainer.out / "metrics.jsonl").read_text().splitlines()
-    held_out = [row for row in map(json.loads, lines) if row["split"] == "held_out"]
+    held_out = [row for row in read_metrics(trainer.out) if row["split"] == "held_out"]
     return {
         "drafter": trainer.config.kind,
         "target": target.name,
@@ -200,7 +200,7 @@ def make_card(trainer: Trainer, target: Target) -> dict[str, Any]:
         "versions": versions(),
         "git": git_state(),
         "n_positions": trainer.n_seen,
-        "n_distinct_positions": sum(a.length - a.prompt_length for a in trainer.train),
+        "n_positions_in_store": sum(a.length - a.prompt_length for a in trainer.train),
         "n_optimiser_steps": trainer.n_steps,
         "training_seconds": round(trainer.seconds),
         "n_parameters": sum(p.numel() for p in trainer.net.parameters()),
