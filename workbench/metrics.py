@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 LOOP_NGRAM = 9  # tokens that must recur for text to count as a loop
 N_TIERS = 4
-_TIER_BOUNDS = (1, 4, 10)  # last rank of tiers 0, 1, 2; beyond the last: tier 3
+TIER_BOUNDS = (1, 4, 10)  # last rank of tiers 0, 1, 2; beyond the last: tier 3
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def loop_mask(tokens: ArrayLike, n: int = LOOP_NGRAM) -> NDArray[np.bool_]:
 def tier_of_rank(rank: ArrayLike) -> NDArray[np.int64]:
     """Rank tier of ranks ≥ 1; rank 0 (none of the offered candidates) counts as beyond: tier 3."""
     ranks = np.asarray(rank, np.int64)
-    return np.where(ranks == 0, N_TIERS - 1, np.searchsorted(_TIER_BOUNDS, ranks, side="left"))
+    return np.where(ranks == 0, N_TIERS - 1, np.searchsorted(TIER_BOUNDS, ranks, side="left"))
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def tier_reading(tier: ArrayLike, rank: ArrayLike, n_offered: ArrayLike) -> Tier
     are all that offered fewer than ten candidates: rank 0 would not tell their tier, and the rest alone would flatter.
     """
     tiers, ranks = np.asarray(tier, np.int64), np.asarray(rank, np.int64)
-    is_known = (tiers >= 0) & (np.asarray(n_offered) >= _TIER_BOUNDS[-1])
+    is_known = (tiers >= 0) & (np.asarray(n_offered) >= TIER_BOUNDS[-1])
     confusion = np.zeros((N_TIERS, N_TIERS), np.int64)
     np.add.at(confusion, (tier_of_rank(ranks[is_known]), tiers[is_known]), 1)
     return reading_of(confusion)

@@ -134,6 +134,8 @@ class RecordedSession:
     def verify(self, tree: Tree) -> Verdict:
         """Accept along the recorded text. A bonus past its end is `PAST_END`; the caller's cut never keeps it."""
         r, start = self.recording, self.n_committed
+        if start >= len(r.tokens):
+            raise ValueError("the recorded text has ended: there is nothing to verify against")
         wanted = r.tokens[start:]
 
         def token_at(node: int) -> int:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InputError
+from workbench.metrics import LOOP_NGRAM
 
 NOTE = "store.json"  # of which target and corpus the features are; a store without one is taken on trust
 ARRAYS = ("feat", "final", "tok", "length", "prompt_length", "soft_id", "soft_p", "kind", "temperature", "answer_id")
-LOOP_NGRAM = 9
 LOOP_RUN = 32  # an answer is cut once this many tokens in a row repeat earlier 9-grams of it
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.drafters.nets import N_RANK_TIERS, rank_features
+from workbench.metrics import TIER_BOUNDS
 
 ROW_CHUNK = 512
 
@@ -90,7 +91,7 @@ def soft_cross_entropy(
 
 def tier_of_rank(rank: Tensor) -> Tensor:
     """Rank (1 = top) to rank tier: 0 = rank 1, 1 = 2-4, 2 = 5-10, 3 = beyond 10."""
-    return torch.bucketize(rank, torch.tensor([1, 4, 10], device=rank.device))
+    return torch.bucketize(rank, torch.tensor(TIER_BOUNDS, device=rank.device))
 
 
 def rank_loss(logits: Tensor, tier: Tensor, budget_per_tier: float, slot: Tensor | None = None) -> Tensor:
